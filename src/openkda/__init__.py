@@ -1,0 +1,1 @@
+"""Kimi Delta Attention for training: one operator, its layers and its models."""
