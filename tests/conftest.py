@@ -1,0 +1,50 @@
+"""What all tests share: a fixed number of threads, fixed seeds, and skips that say why."""
+
+import importlib.util
+import os
+import random
+
+import pytest
+
+# One thread unless the environment says otherwise: test shapes are tiny, and sums must not depend on the machine's core count.
+# Set before the first import of torch, which reads it once.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if HAS_TORCH:
+        import torch
+
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def _cuda_devices() -> int:
+    if not HAS_TORCH:
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip GPU tests where no GPU is; `-ra` in pyproject.toml prints every skip with its reason at the end of the run."""
+    need_gpu = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("multi_gpu")]
+    if not need_gpu:
+        return
+    devices = _cuda_devices()
+    for item in need_gpu:
+        wanted = 2 if item.get_closest_marker("multi_gpu") else 1
+        if devices < wanted:
+            item.add_marker(pytest.mark.skip(reason=f"needs {wanted} CUDA device(s), found {devices}"))
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> None:
+    """Every test starts from the same random state, whichever tests ran before it."""
+    random.seed(0)
+    if HAS_TORCH:
+        import torch
+
+        torch.manual_seed(0)
