@@ -15,7 +15,7 @@ TEST_THREADS ?= 1
 PYTEST := OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest --durations=15
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow fmt lint types check bench docs
+.PHONY: help setup train test test-gpu test-slow fmt lint types check bench docs
 
 help:       ## show this list
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -36,7 +36,12 @@ train: setup  ## train kimi_linear_tiny on the default text
 	$(BIN)/openkda train --config kimi_linear_tiny
 
 test: setup  ## the tests, without the slow ones
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow and not interpreter'
+	@# Triton decides when it is imported whether kernels are interpreted: they are tested in a process of their own.
+	TRITON_INTERPRET=1 $(PYTEST) -m 'interpreter and not slow' tests/kda/kernels
+
+test-gpu: setup  ## the kernels on this machine's GPU
+	$(PYTEST) -m 'gpu or interpreter' tests
 
 test-slow: setup  ## the slow tests
 	$(PYTEST) -m slow
