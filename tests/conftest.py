@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-# One thread unless the environment says otherwise: test shapes are tiny, and sums must not depend on the machine's core count.
+# One thread unless the environment says otherwise: test shapes are tiny, and sums must not depend on the cores.
 # Set before the first import of torch, which reads it once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -29,7 +29,7 @@ def _cuda_devices() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests where no GPU is; `-ra` in pyproject.toml prints every skip with its reason at the end of the run."""
+    """Skip GPU tests where no GPU is; `-ra` in pyproject.toml prints each skip with its reason at the end."""
     need_gpu = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("multi_gpu")]
     if not need_gpu:
         return
