@@ -1,1 +1,65 @@
-"""Kimi Delta Attention for training: one operator, its layers and its models."""
+"""Kimi Delta Attention (KDA) for training: one operator, its layers and its models, for PyTorch and PaddlePaddle tensors.
+
+Importing openkda imports no tensor library. A name below is loaded when it is first used; operators then follow the tensors they
+are given.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0.dev0"
+
+# Public name -> the module that defines it.
+_HOME = {
+    "chunk_kda": "openkda.kda.chunk",
+    "recurrent_kda": "openkda.kda.recurrent",
+    "kda_gate": "openkda.kda.gate",
+    "kda_gate_cumsum": "openkda.kda.gate",
+    "explain": "openkda.kda.backends",
+    "l2norm": "openkda.norm",
+    "rms_norm_gated": "openkda.norm",
+    "causal_conv1d": "openkda.conv",
+    "KimiDeltaAttention": "openkda.nn",
+    "ShortConvolution": "openkda.nn",
+    "FusedRMSNormGated": "openkda.nn",
+    "prepare_lens_from_mask": "openkda.packing",
+    "prepare_cu_seqlens_from_mask": "openkda.packing",
+    "prepare_chunk_indices": "openkda.packing",
+    "tensor_cache": "openkda.packing",
+    "BackendUnavailable": "openkda.errors",
+}
+
+__all__ = [*_HOME, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
+
+if TYPE_CHECKING:
+    from openkda.conv import causal_conv1d as causal_conv1d
+    from openkda.errors import BackendUnavailable as BackendUnavailable
+    from openkda.kda.backends import explain as explain
+    from openkda.kda.chunk import chunk_kda as chunk_kda
+    from openkda.kda.gate import kda_gate as kda_gate
+    from openkda.kda.gate import kda_gate_cumsum as kda_gate_cumsum
+    from openkda.kda.recurrent import recurrent_kda as recurrent_kda
+    from openkda.nn import FusedRMSNormGated as FusedRMSNormGated
+    from openkda.nn import KimiDeltaAttention as KimiDeltaAttention
+    from openkda.nn import ShortConvolution as ShortConvolution
+    from openkda.norm import l2norm as l2norm
+    from openkda.norm import rms_norm_gated as rms_norm_gated
+    from openkda.packing import prepare_chunk_indices as prepare_chunk_indices
+    from openkda.packing import prepare_cu_seqlens_from_mask as prepare_cu_seqlens_from_mask
+    from openkda.packing import prepare_lens_from_mask as prepare_lens_from_mask
+    from openkda.packing import tensor_cache as tensor_cache
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'openkda' has no attribute {name!r}; it has {', '.join(sorted(_HOME))}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

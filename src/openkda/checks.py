@@ -1,0 +1,123 @@
+"""Argument checks, and all their wording, shared by every operator, backend and tensor library.
+
+A message reads `<op>: <argument> must <rule>, got <value>; <what to do>`. TypeError is for a wrong kind or dtype, ValueError for a
+shape or a value. Checks read shapes, dtypes and devices only, so they never wait for a device; what needs the values themselves
+runs when the environment variable OPENKDA_CHECK is 1.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from openkda import frameworks
+
+
+def values_wanted() -> bool:
+    """True when checks may read tensor values (OPENKDA_CHECK=1); they then wait for the device."""
+    return os.environ.get("OPENKDA_CHECK", "0") == "1"
+
+
+def bad_value(op: str, name: str, rule: str, got: Any, hint: str = "") -> NoReturn:
+    raise ValueError(f"{op}: {name} must {rule}, got {got}" + (f"; {hint}" if hint else ""))
+
+
+def bad_type(op: str, name: str, rule: str, got: Any, hint: str = "") -> NoReturn:
+    raise TypeError(f"{op}: {name} must {rule}, got {got}" + (f"; {hint}" if hint else ""))
+
+
+def tensor(op: str, name: str, x: Any) -> None:
+    if not frameworks.is_tensor(x):
+        bad_type(op, name, "be a tensor", f"{type(x).__name__}")
+
+
+def floating(op: str, name: str, x: Any) -> None:
+    tensor(op, name, x)
+    fw = frameworks.of(x)
+    if not fw.is_floating(x):
+        bad_type(op, name, "have a floating dtype", fw.dtype_name(x))
+
+
+def dtype(op: str, name: str, x: Any, allowed: Sequence[str], hint: str = "") -> None:
+    tensor(op, name, x)
+    got = frameworks.of(x).dtype_name(x)
+    if got not in allowed:
+        bad_type(op, name, f"have dtype {' or '.join(allowed)}", got, hint)
+
+
+def rank(op: str, name: str, x: Any, axes: str) -> None:
+    """axes names them, as in "[B, T, H, K]"."""
+    size = tuple(x.shape)
+    if len(size) != axes.count(",") + 1:
+        bad_value(op, name, f"have shape {axes}", list(size))
+
+
+def shape(op: str, name: str, x: Any, want: Sequence[int], axes: str, hint: str = "") -> None:
+    size = tuple(x.shape)
+    if size != tuple(want):
+        bad_value(op, name, f"have shape {axes} = {list(want)}", list(size), hint)
+
+
+def same_device(op: str, first: str, x: Any, **others: Any) -> None:
+    """Every tensor of others (None is skipped) belongs to x's library and device."""
+    fw = frameworks.of(x)
+    want = fw.device(x)
+    for name, y in others.items():
+        if y is None:
+            continue
+        if frameworks.of(y) is not fw:
+            bad_type(op, name, f"be a {fw.NAME} tensor like {first}", f"a {frameworks.of(y).NAME} tensor")
+        if fw.device(y) != want:
+            bad_value(op, name, f"be on {first}'s device {fw.device_name(x)}", fw.device_name(y), "move it there first")
+
+
+def choice(op: str, name: str, value: Any, allowed: Sequence[Any]) -> None:
+    if value not in allowed:
+        bad_value(op, name, f"be one of {', '.join(map(repr, allowed))}", repr(value))
+
+
+def positive(op: str, name: str, value: Any) -> None:
+    """A finite number above 0; a tensor is refused, as reading it would wait for the device."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        bad_type(op, name, "be a number", type(value).__name__)
+    if not 0 < value < float("inf"):
+        bad_value(op, name, "be finite and above 0", value)
+
+
+def lower_bound(op: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        bad_type(op, "lower_bound", "be a number or None", type(value).__name__)
+    if not -float("inf") < value < 0:
+        bad_value(
+            op,
+            "lower_bound",
+            "be finite and below 0",
+            value,
+            "it is the smallest log-decay per token in nats; None selects the softplus gate",
+        )
+
+
+def cu_seqlens(op: str, cu: Any, *, batch: int, tokens: int) -> int:
+    """Check packed offsets [N+1] against an input [batch, tokens, ..]; returns N."""
+    dtype(op, "cu_seqlens", cu, ("int32", "int64"))
+    rank(op, "cu_seqlens", cu, "[N+1]")
+    n = int(cu.shape[0]) - 1
+    if n < 1:
+        bad_value(op, "cu_seqlens", "hold at least 2 offsets [N+1]", n + 1)
+    if batch != 1:
+        bad_value(op, "batch size", "be 1 with cu_seqlens", batch, "fold the batch into the token axis: [1, B*T, ..]")
+    if values_wanted():
+        _offset_values(op, cu, tokens)
+    return n
+
+
+def _offset_values(op: str, cu: Any, tokens: int) -> None:
+    offsets = frameworks.of(cu).to_list(cu)
+    if offsets[0] != 0:
+        bad_value(op, "cu_seqlens", "start at 0", offsets[0])
+    for n, (a, b) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        if b < a:
+            bad_value(op, "cu_seqlens", "never decrease", f"{a} then {b} at index {n + 1}")
+    if offsets[-1] > tokens:
+        bad_value(op, "cu_seqlens", f"end at or below T = {tokens}", offsets[-1])

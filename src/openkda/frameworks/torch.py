@@ -1,0 +1,287 @@
+"""The torch namespace: what operators ask of a tensor library, one or two lines each.
+
+Names and argument order follow the Python array API where it has them (`axis`, `concat`, `take`), so that a second library is a
+second file of the same shape. Functions return new tensors; only those whose name ends in _ write to an input. dtypes travel as strings ("float32").
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAME = "torch"
+_DTYPES = {
+    name: getattr(torch, name)
+    for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+# ---- what a tensor is
+def dtype_name(x: Tensor) -> str:
+    return _NAMES.get(x.dtype, str(x.dtype).removeprefix("torch."))
+
+
+def shape(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)
+
+
+def device(x: Tensor) -> Any:
+    return x.device
+
+
+def device_name(x: Tensor) -> str:
+    return str(x.device)
+
+
+def on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def compute_capability(x: Tensor) -> int | None:
+    """90 for compute capability 9.0; None where x is on no CUDA device."""
+    if not x.is_cuda:
+        return None
+    major, minor = torch.cuda.get_device_capability(x.device)
+    return 10 * major + minor
+
+
+def on_device(x: Tensor) -> AbstractContextManager[None]:
+    """Make x's device the current one, which is where kernels are launched; nothing to do on a CPU."""
+    return torch.cuda.device_of(x) if x.is_cuda else nullcontext()
+
+
+def is_floating(x: Tensor) -> bool:
+    return x.is_floating_point()
+
+
+def needs_grad(*xs: Tensor | None) -> bool:
+    """True if autograd would record an operation on any of xs."""
+    return torch.is_grad_enabled() and builtins.any(x is not None and x.requires_grad for x in xs)
+
+
+def no_grad() -> AbstractContextManager[None]:
+    return torch.no_grad()
+
+
+def detach(x: Tensor) -> Tensor:
+    return x.detach()
+
+
+def to_list(x: Tensor) -> list:
+    """Values on the host. On an accelerator this waits for the device: only the reference and OPENKDA_CHECK=1 may call it."""
+    return x.tolist()
+
+
+def any_above(x: Tensor, ceiling: float) -> Tensor:
+    """0-d bool: some value exceeds the ceiling."""
+    return (x > ceiling).any()
+
+
+def version_of(x: Tensor) -> int:
+    """A number that grows with every edit in place; -1 where the library does not count (inference mode)."""
+    return -1 if x.is_inference() else x._version
+
+
+# ---- make
+def zeros(size: Sequence[int], *, like: Tensor, dtype: str | None = None) -> Tensor:
+    return torch.zeros(size, dtype=_DTYPES[dtype] if dtype else like.dtype, device=like.device)
+
+
+def ones(size: Sequence[int], *, like: Tensor, dtype: str | None = None) -> Tensor:
+    return torch.ones(size, dtype=_DTYPES[dtype] if dtype else like.dtype, device=like.device)
+
+
+def empty(size: Sequence[int], *, like: Tensor, dtype: str | None = None) -> Tensor:
+    return torch.empty(size, dtype=_DTYPES[dtype] if dtype else like.dtype, device=like.device)
+
+
+def arange(n: int, *, like: Tensor, dtype: str = "int64") -> Tensor:
+    return torch.arange(n, dtype=_DTYPES[dtype], device=like.device)
+
+
+def eye(n: int, *, like: Tensor) -> Tensor:
+    return torch.eye(n, dtype=like.dtype, device=like.device)
+
+
+def cast(x: Tensor, dtype: str) -> Tensor:
+    return x.to(_DTYPES[dtype])
+
+
+# ---- shape
+def reshape(x: Tensor, size: Sequence[int]) -> Tensor:
+    return x.reshape(size)
+
+
+def permute(x: Tensor, axes: Sequence[int]) -> Tensor:
+    return x.permute(axes)
+
+
+def swap(x: Tensor) -> Tensor:
+    """The last two axes exchanged."""
+    return x.transpose(-1, -2)
+
+
+def expand(x: Tensor, size: Sequence[int]) -> Tensor:
+    return x.expand(size)
+
+
+def concat(xs: Sequence[Tensor], axis: int) -> Tensor:
+    return torch.cat(list(xs), axis)
+
+
+def stack(xs: Sequence[Tensor], axis: int) -> Tensor:
+    return torch.stack(list(xs), axis)
+
+
+def unstack(x: Tensor, axis: int) -> tuple[Tensor, ...]:
+    return x.unbind(axis)
+
+
+def split(x: Tensor, sizes: Sequence[int], axis: int) -> tuple[Tensor, ...]:
+    return x.split(list(sizes), axis)
+
+
+def pad(x: Tensor, axis: int, before: int, after: int) -> Tensor:
+    """Zeros (False) before and after, along one axis."""
+    if not before and not after:
+        return x
+    rest = x.dim() - 1 - axis % x.dim()
+    return torch.nn.functional.pad(x, (0, 0) * rest + (before, after))
+
+
+def repeat(x: Tensor, times: int, axis: int) -> Tensor:
+    """Each entry along `axis`, `times` times in a row."""
+    return x if times == 1 else x.repeat_interleave(times, axis)
+
+
+def flip(x: Tensor, axis: int) -> Tensor:
+    return x.flip(axis)
+
+
+def take(x: Tensor, index: Tensor, axis: int) -> Tensor:
+    """Entries of x at a 1-D index, along one axis. The gradient adds up in a fixed order."""
+    return x.index_select(axis, index)
+
+
+def diagonal(x: Tensor) -> Tensor:
+    """[.., C, C] -> [.., C]"""
+    return x.diagonal(dim1=-2, dim2=-1)
+
+
+# ---- elementwise
+def where(condition: Tensor, x: Tensor | float, y: Tensor | float) -> Tensor:
+    return torch.where(condition, x, y)
+
+
+def exp(x: Tensor) -> Tensor:
+    return x.exp()
+
+
+def exp2(x: Tensor) -> Tensor:
+    return x.exp2()
+
+
+def log1p(x: Tensor) -> Tensor:
+    return x.log1p()
+
+
+def abs(x: Tensor) -> Tensor:
+    return x.abs()
+
+
+def sqrt(x: Tensor) -> Tensor:
+    return x.sqrt()
+
+
+def rsqrt(x: Tensor) -> Tensor:
+    return x.rsqrt()
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    return x.sigmoid()
+
+
+def maximum(x: Tensor, floor: float) -> Tensor:
+    return x.clamp_min(floor)
+
+
+def minimum(x: Tensor, ceiling: float) -> Tensor:
+    return x.clamp_max(ceiling)
+
+
+def nan_to_num(x: Tensor) -> Tensor:
+    return x.nan_to_num()
+
+
+# ---- sums, products, search
+def sum(x: Tensor, axis: int | Sequence[int], *, keepdim: bool = False) -> Tensor:
+    return x.sum(axis, keepdim=keepdim)
+
+
+def cumsum(x: Tensor, axis: int) -> Tensor:
+    return x.cumsum(axis)
+
+
+def matmul(x: Tensor, y: Tensor) -> Tensor:
+    return x @ y
+
+
+def tril(x: Tensor, diagonal: int = 0) -> Tensor:
+    return x.tril(diagonal)
+
+
+def searchsorted(edges: Tensor, values: Tensor) -> Tensor:
+    """How many entries of the sorted 1-D `edges` are <= each value (int64)."""
+    return torch.searchsorted(edges, values, right=True)
+
+
+def any(x: Tensor) -> Tensor:
+    return x.any()
+
+
+def argmax(x: Tensor) -> Tensor:
+    """0-d index of the first largest entry of a 1-D tensor."""
+    return x.to(torch.int32).argmax() if x.dtype is torch.bool else x.argmax()
+
+
+def put_rows_(x: Tensor, index: Tensor, rows: Tensor) -> None:
+    """x[index[n]] = rows[n], in place."""
+    x.index_copy_(0, index, rows)
+
+
+# ---- autograd
+_FUNCTIONS: dict[type, type] = {}
+
+
+def custom(spec: type, *args: Any) -> Any:
+    """Run `spec.forward(fw, ctx, *args)` with `spec.backward(fw, ctx, *grads)` as its derivative.
+
+    One gradient (or None) per argument comes back from backward. ctx has save_for_backward, saved_tensors, needs_input_grad and
+    free attributes.
+    """
+    function = _FUNCTIONS.get(spec)
+    if function is None:
+        function = _FUNCTIONS[spec] = _make_function(spec)
+    return function.apply(*args)
+
+
+def _make_function(spec: type) -> type:
+    import openkda.frameworks.torch as fw
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            return spec.forward(fw, ctx, *args)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return spec.backward(fw, ctx, *grads)
+
+    Function.__name__ = Function.__qualname__ = spec.__name__
+    return Function

@@ -1,0 +1,312 @@
+"""Kimi Delta Attention in chunks of 64 tokens, matmuls only, on any device: the fast definition, with the library's autograd.
+
+Names are those of docs/maths.md; q stands for scale * q, b for beta, * is elementwise. Per chunk and value head:
+
+    F_h, Din, Dout, Dall    decay factors, every exponent <= 0           `decay_factors`
+    Akk, Aqk [C, C]         k_i . k_j and q_i . k_j under the decay      `intra_chunk_scores`
+    A = (I + diag(b) Akk)^-1                                             `triangular_inverse`
+    Vn = A (b * (v - (k * Din) S))       the written values [C, V]       `chunk_states`: serial over chunks
+    S' = Dall * S + (k * Dout)^T Vn      the state after the chunk       `chunk_states`
+    O  = (q * Din) S + Aqk Vn                                            `chunk_kda`
+
+Exact for any finite g <= 0. A decay between two tokens is exp of a sum of terms of one sign, never of a difference of cumulative
+sums: those lose 5e-4 in fp32 where -1000 meets -0.01. Chunks are halved again and again for that (`decay_factors`): pairs of tokens
+in different 16-row blocks meet at levels 32 and 16, pairs inside one at levels 8, 4, 2 and 1. Memory is linear in T; the largest
+tensors are [T, HV, K], and [T / 64, HV, K, V] for the states.
+
+Errors of 16-bit kernels are judged against this file with operand_dtype="bfloat16": every matmul operand rounded, forward and
+backward; accumulation, exponents, inverse and the residual v - S^T k stay in fp32.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from openkda import frameworks, packing
+from openkda.kda import gate
+from openkda.kda.contract import state_dtype
+from openkda.norm.eager import l2norm
+
+CHUNK = 64  # tokens of a chunk, C
+
+
+def chunk_kda(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    *,
+    scale: float | None = None,
+    initial_state: Any | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    A_log: Any | None = None,
+    dt_bias: Any | None = None,
+    lower_bound: float | None = None,
+    cu_seqlens: Any | None = None,
+    state_v_first: bool = False,
+    operand_dtype: str | None = None,
+) -> tuple[Any, Any | None]:
+    """`openkda.chunk_kda` on the eager path, arguments unchecked; see there.
+
+    operand_dtype ("bfloat16" or "float16") rounds the operands of every matmul, forward and backward; None does not round.
+    """
+    fw = frameworks.of(q)
+    dtype, out_dtype, (B, T, H, K), HV = state_dtype(fw, q), fw.dtype_name(v), fw.shape(q), fw.shape(v)[2]
+    if T == 0:
+        return _no_tokens(fw, v, initial_state, K, dtype, output_final_state, state_v_first)
+    chunks = Chunks(fw, v, T, cu_seqlens)
+    q, k, v, g, beta = (fw.cast(chunks.split(x), dtype) for x in (q, k, v, g, fw.reshape(beta, (B, T, HV, 1))))
+
+    # Activations, [R, NC, C, heads, ..]. Rows of padding hold zeros here, whatever the tail of the inputs holds.
+    if use_qk_l2norm_in_kernel:
+        q, k = l2norm(q), l2norm(k)
+    if use_gate_in_kernel:
+        g = gate.activate(g, A_log, dt_bias, lower_bound, dtype)
+    if use_beta_sigmoid_in_kernel:
+        beta = (2 if allow_neg_eigval else 1) * fw.sigmoid(beta)
+    if chunks.valid is not None:  # a row of padding neither decays nor writes
+        g, beta = (fw.where(chunks.valid, x, 0.0) for x in (g, beta))
+    q = q * (K**-0.5 if scale is None else scale)
+    q, k = (fw.repeat(x, HV // H, 3) for x in (q, k))
+    q, k, v, g, beta = (fw.permute(x, (0, 1, 3, 2, 4)) for x in (q, k, v, g, beta))  # [R, NC, HV, C, ..]
+
+    mm = Matmul(fw, operand_dtype)
+    levels, d_in, d_out, d_all = decay_factors(fw, g)
+    aqk, akk, akk_blocks = intra_chunk_scores(mm, q, k, levels)
+    inverse = triangular_inverse(fw, beta, akk_blocks)
+    S0 = fw.swap(initial_state) if state_v_first and initial_state is not None else initial_state
+    S, v_new, S_last = chunk_states(mm, chunks, S0, (inverse, beta * akk, beta, v, k * d_in, k * d_out, d_all))
+    o = mm(q * d_in, S) + mm(aqk, v_new)  # [R, NC, HV, C, V]
+
+    o = fw.cast(chunks.join(o), out_dtype)
+    return o, (fw.swap(S_last) if state_v_first else S_last) if output_final_state else None
+
+
+def _no_tokens(
+    fw: ModuleType, v: Any, initial_state: Any | None, K: int, dtype: str, output_final_state: bool, v_first: bool
+) -> tuple[Any, Any | None]:
+    B, _, HV, V = fw.shape(v)
+    if initial_state is None and output_final_state:
+        initial_state = fw.zeros((B, HV, V, K) if v_first else (B, HV, K, V), like=v, dtype=dtype)
+    return v * 1.0, initial_state * 1.0 if output_final_state else None
+
+
+# ---------------------------------------------------------------- tokens <-> chunks
+class Chunks:
+    """Cuts [B, T, ..] into R rows of NC chunks: R = B where dense; R = 1 where packed, and NC is then a capacity.
+
+    valid is bool, broadcasting to [R, NC, C, 1, 1], or None where every row of every chunk is a token.
+    """
+
+    def __init__(self, fw: ModuleType, like: Any, T: int, cu_seqlens: Any | None) -> None:
+        self.fw, self.T, self.NC = fw, T, -(-T // CHUNK)
+        self.table: packing.ChunkTable | None = None
+        self.valid: Any | None = None
+        if cu_seqlens is not None:
+            self.table = packing.chunk_table(cu_seqlens, T, CHUNK)
+            self.NC = fw.shape(self.table.valid)[0]
+            self.valid = self.table.valid[None, :, :, None, None]
+        elif T % CHUNK:
+            self.valid = fw.reshape(fw.arange(self.NC * CHUNK, like=like) < T, (1, self.NC, CHUNK, 1, 1))
+
+    def split(self, x: Any) -> Any:
+        """[B, T, heads, D] -> [R, NC, C, heads, D]; rows of padding are 0."""
+        fw, (B, T, heads, D) = self.fw, self.fw.shape(x)
+        if self.table is None:
+            return fw.reshape(fw.pad(x, 1, 0, self.NC * CHUNK - T), (B, self.NC, CHUNK, heads, D))
+        rows = fw.take(fw.pad(x[0], 0, 0, 1), fw.reshape(self.table.tokens, (self.NC * CHUNK,)), 0)
+        return fw.reshape(rows, (1, self.NC, CHUNK, heads, D))
+
+    def join(self, x: Any) -> Any:
+        """[R, NC, heads, C, D] -> [B, T, heads, D]; the tail is 0."""
+        fw, (R, _, heads, _, D) = self.fw, self.fw.shape(x)
+        rows = fw.reshape(fw.permute(x, (0, 1, 3, 2, 4)), (R, self.NC * CHUNK, heads, D))
+        if self.table is None:
+            return rows[:, : self.T]
+        return fw.take(fw.pad(rows[0], 0, 0, 1), self.table.rows, 0)[None]
+
+
+# ---------------------------------------------------------------- matmuls, rounded on demand
+class Matmul:
+    """mm(x, y) = x @ y, with both operands rounded to operand_dtype first if one is given."""
+
+    def __init__(self, fw: ModuleType, operand_dtype: str | None) -> None:
+        self.fw, self.operand_dtype = fw, operand_dtype
+
+    def __call__(self, x: Any, y: Any) -> Any:
+        if self.operand_dtype is None:
+            return self.fw.matmul(x, y)
+        return self.fw.custom(RoundedMatmul, x, y, self.operand_dtype)
+
+    def solve(self, inverse: Any, n: Any, r: Any) -> Any:
+        """(I + n)^-1 r, where `inverse` is known; differentiable in n and r."""
+        return self.fw.custom(Solve, inverse, n, r, self.operand_dtype)
+
+
+def _rounded_product(fw: ModuleType, x: Any, y: Any, operand_dtype: str | None) -> Any:
+    if operand_dtype is not None:
+        x, y = (fw.cast(fw.cast(t, operand_dtype), fw.dtype_name(t)) for t in (x, y))
+    return fw.matmul(x, y)
+
+
+class RoundedMatmul:
+    """x @ y whose operands are rounded, forward and backward, and whose sums are not."""
+
+    @staticmethod
+    def forward(fw: ModuleType, ctx: Any, x: Any, y: Any, operand_dtype: str) -> Any:
+        ctx.save_for_backward(x, y)
+        ctx.operand_dtype = operand_dtype
+        return _rounded_product(fw, x, y, operand_dtype)
+
+    @staticmethod
+    def backward(fw: ModuleType, ctx: Any, dz: Any) -> tuple:
+        x, y = ctx.saved_tensors
+        dx = _rounded_product(fw, dz, fw.swap(y), ctx.operand_dtype) if ctx.needs_input_grad[0] else None
+        dy = _rounded_product(fw, fw.swap(x), dz, ctx.operand_dtype) if ctx.needs_input_grad[1] else None
+        return dx, dy, None
+
+
+class Solve:
+    """x = (I + n)^-1 r by a known inverse. dr = (I + n)^-T dx and dn = -dr x^T: the inverse itself needs no derivative."""
+
+    @staticmethod
+    def forward(fw: ModuleType, ctx: Any, inverse: Any, n: Any, r: Any, operand_dtype: str | None) -> Any:
+        x = _rounded_product(fw, inverse, r, operand_dtype)
+        ctx.save_for_backward(inverse, x)
+        ctx.operand_dtype = operand_dtype
+        return x
+
+    @staticmethod
+    def backward(fw: ModuleType, ctx: Any, dx: Any) -> tuple:
+        inverse, x = ctx.saved_tensors
+        dr = _rounded_product(fw, fw.swap(inverse), dx, ctx.operand_dtype)
+        dn = fw.tril(-_rounded_product(fw, dr, fw.swap(x), ctx.operand_dtype), -1)
+        return None, dn, dr, None
+
+
+# ---------------------------------------------------------------- decay
+def _halves(fw: ModuleType, x: Any, h: int) -> tuple[Any, Any]:
+    """[.., C, D] -> lower and upper halves [.., C / 2h, h, D] of every block of 2h rows."""
+    *lead, C, D = fw.shape(x)
+    blocks = fw.reshape(x, (*lead, C // (2 * h), 2, h, D))
+    return blocks[..., 0, :, :], blocks[..., 1, :, :]
+
+
+def _join_halves(fw: ModuleType, lower: Any, upper: Any) -> Any:
+    *lead, n, h, D = fw.shape(lower)
+    return fw.reshape(fw.stack([lower, upper], -3), (*lead, 2 * n * h, D))
+
+
+def decay_factors(fw: ModuleType, g: Any) -> tuple[dict[int, tuple[Any, Any]], Any, Any, Any]:
+    """Log-decay g [.., C, K] -> ({h: F_h}, Din [.., C, K], Dout [.., C, K], Dall [.., K]).
+
+    At level h the chunk falls into blocks of 2h rows, cut in the middle at row m. A pair (i upper, j lower) decays by F_h(i) F_h(j):
+
+        upper half   F_h(i) = exp(g_m + .. + g_i)                lower half   F_h(j) = exp(g_{j+1} + .. + g_{m-1})
+
+    Levels 32, 16, .. 1 cover every pair j < i once. Din(i) = exp(g_0 + .. + g_i) carries the state to row i, Dout(j) =
+    exp(g_{j+1} + .. + g_{C-1}) carries row j to the end, Dall = exp of the whole sum. F_h comes as (lower, upper), [.., C / 2h, h, K].
+    All sums come from one tree: each is made of shorter ones, so every exponent is <= 0 and no difference is ever formed.
+    """
+    prefix, suffix, levels = g, fw.zeros(fw.shape(g), like=g), {}  # sums up to a row, and after it, within its block of h rows
+    for h in (1, 2, 4, 8, 16, 32):
+        (prefix_l, prefix_u), (suffix_l, suffix_u) = _halves(fw, prefix, h), _halves(fw, suffix, h)
+        levels[h] = fw.exp(suffix_l), fw.exp(prefix_u)
+        total_l, total_u = prefix_l[..., -1:, :], prefix_u[..., -1:, :]
+        prefix = _join_halves(fw, prefix_l, prefix_u + total_l)
+        suffix = _join_halves(fw, suffix_l + total_u, suffix_u)
+    d_in = fw.exp(prefix)
+    return levels, d_in, fw.exp(suffix), d_in[..., -1, :]
+
+
+# ---------------------------------------------------------------- inside a chunk
+def _merge(fw: ModuleType, diagonal: Any, low: Any) -> Any:
+    """Blocks on the diagonal [.., 2n, h, h] and the ones below them [.., n, h, h] -> [.., n, 2h, 2h]."""
+    *lead, n, h, _ = fw.shape(low)
+    pairs = fw.reshape(diagonal, (*lead, n, 2, h, h))
+    first, second = pairs[..., 0, :, :], pairs[..., 1, :, :]
+    return fw.concat([fw.concat([first, fw.zeros(fw.shape(low), like=low)], -1), fw.concat([low, second], -1)], -2)
+
+
+def intra_chunk_scores(mm: Matmul, q: Any, k: Any, levels: dict[int, tuple[Any, Any]]) -> tuple[Any, Any, dict[int, Any]]:
+    """Aqk [.., C, C] (i >= j), Akk [.., C, C] (i > j), and Akk's blocks {h: [.., C / 2h, h, h]} by level.
+
+        Aqk_ij = sum_d q_id k_jd exp(g_{j+1,d} + .. + g_{i,d})        and Akk with k_i in place of q_i
+
+    On the diagonal of Aqk no decay acts: it is q_i . k_i, elementwise, and never meets a factor.
+    """
+    fw = mm.fw
+    aqk = fw.sum(q * k, -1)[..., None, None]  # [.., C, 1, 1]: blocks of one row
+    akk, blocks = fw.zeros(fw.shape(aqk), like=aqk), {}
+    for h, (lower, upper) in levels.items():
+        (_, q_upper), (k_lower, k_upper) = _halves(fw, q, h), _halves(fw, k, h)
+        columns = fw.swap(k_lower * lower)  # [.., C / 2h, K, h]
+        blocks[h] = mm(k_upper * upper, columns)
+        aqk = _merge(fw, aqk, mm(q_upper * upper, columns))
+        akk = _merge(fw, akk, blocks[h])
+    return aqk[..., 0, :, :], akk[..., 0, :, :], blocks
+
+
+def triangular_inverse(fw: ModuleType, beta: Any, akk_blocks: dict[int, Any]) -> Any:
+    """(I + diag(beta) Akk)^-1 [.., C, C], unrounded, outside autograd (`Solve` has the derivative).
+
+    By doubling: the inverse of [[P, 0], [N, Q]] is [[P^-1, 0], [-Q^-1 N P^-1, Q^-1]]. Only true inverses are multiplied, so equal
+    keys with beta = 1 and slow decay do no harm; a Neumann series loses all digits there.
+    """
+    with fw.no_grad():
+        inverse = fw.ones((*fw.shape(beta), 1), like=beta)  # [.., C, 1, 1]
+        for h, block in akk_blocks.items():
+            n = _halves(fw, beta, h)[1] * block  # rows of the block belong to the upper half
+            *lead, count, _, _ = fw.shape(n)
+            pairs = fw.reshape(inverse, (*lead, count, 2, h, h))
+            low = -fw.matmul(pairs[..., 1, :, :], fw.matmul(n, pairs[..., 0, :, :]))
+            inverse = _merge(fw, inverse, low)
+    return inverse[..., 0, :, :]
+
+
+# ---------------------------------------------------------------- across chunks
+def chunk_states(mm: Matmul, chunks: Chunks, S0: Any | None, operands: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """Carry the state over the chunks, in order.
+
+    operands: inverse, n [R, NC, HV, C, C]; beta [.., C, 1]; v [.., C, V]; kd = k Din, kg = k Dout [.., C, K]; Dall [.., K].
+    S0: [N, HV, K, V] or None for zeros.
+    Returns S before every chunk [R, NC, HV, K, V], the written values Vn [R, NC, HV, C, V], the final states [N, HV, K, V].
+    """
+    fw, table = mm.fw, chunks.table
+    v, kd = operands[3], operands[4]
+    R, _, HV, _, K = fw.shape(kd)
+    V = fw.shape(v)[-1]
+    zeros = fw.zeros((R, HV, K, V), like=v)
+    starts, first = _sequence_starts(fw, table, S0)
+    S = S0 if table is None and S0 is not None else zeros
+    before, values, after = [], [], []
+    for c, (inverse, n, beta, v, kd, kg, d_all) in enumerate(zip(*(fw.unstack(x, 1) for x in operands), strict=True)):
+        if table is not None:
+            S = fw.where(first[c], zeros if starts is None else starts[c][None], S)
+        v_new = mm.solve(inverse, n, beta * (v - mm(kd, S)))
+        before.append(S)
+        values.append(v_new)
+        S = d_all[..., None] * S + mm(fw.swap(kg), v_new)
+        after.append(S)
+    return fw.stack(before, 1), fw.stack(values, 1), S if table is None else _final_states(fw, table, S0, after)
+
+
+def _sequence_starts(fw: ModuleType, table: packing.ChunkTable | None, S0: Any | None) -> tuple[Any, Any]:
+    """Per chunk: the initial state of its sequence [HV, K, V] (None for zeros), and whether it begins there (0-d bool)."""
+    if table is None:
+        return None, None
+    return None if S0 is None else fw.unstack(fw.take(S0, table.sequence, 0), 0), fw.unstack(table.first, 0)
+
+
+def _final_states(fw: ModuleType, table: packing.ChunkTable, S0: Any | None, after: list[Any]) -> Any:
+    """[N, HV, K, V]: the state after each sequence's last chunk; an empty slot passes its initial state through, bit for bit."""
+    N = fw.shape(table.last_chunk)[0]
+    ends = fw.concat(after, 0)  # [NC, HV, K, V], as R = 1
+    through = fw.zeros((N, *fw.shape(ends)[1:]), like=ends) if S0 is None else S0
+    return fw.take(fw.concat([ends, through], 0), table.last_chunk, 0)

@@ -1,0 +1,164 @@
+"""Packed sequences: offsets, masks, and tables made from them.
+
+    offset     cu_seqlens[n] is the first token of sequence n; cu_seqlens[N] is where the last sequence ends
+    tail       tokens from cu_seqlens[N] to T: padding, they belong to no sequence
+    slot       sequence n, even when it is empty (two equal offsets)
+    chunk      up to C consecutive tokens of one sequence; a sequence of L tokens has ceil(L / C) of them
+    capacity   the number of chunks that fits any offsets of this shape, known without reading them
+
+What operators use inside (`sequence_ids`, `chunk_table`) works on the tensors' device and takes its sizes from shapes alone, so it
+never waits for the device and a recorded CUDA graph stays right when the offsets are edited in place. The `prepare_*` helpers
+follow fla's names; those whose result has a size that depends on values must read them, and say so.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from openkda import checks, frameworks
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
+
+
+class ChunkTable(NamedTuple):
+    """Where every chunk lies. NC is the capacity; a chunk that no sequence needs has no valid row."""
+
+    tokens: Any  # int64 [NC, C]  token of each row; T where the row is padding
+    valid: Any  # bool [NC, C]
+    first: Any  # bool [NC]  the chunk begins a sequence
+    sequence: Any  # int64 [NC]  its sequence, clipped to N-1
+    last_chunk: Any  # int64 [N]  last chunk of each sequence; NC + n for an empty one
+    rows: Any  # int64 [T]  row (chunk * C + row) of each token; NC * C for the tail
+
+
+def sequence_ids(cu_seqlens: Any, tokens: int) -> Any:
+    """Sequence of every token, int64 [T]; N for the tail. No host synchronisation."""
+    fw = frameworks.of(cu_seqlens)
+    ends = fw.cast(cu_seqlens[1:], "int64")
+    return fw.searchsorted(ends, fw.arange(tokens, like=ends))
+
+
+def num_chunks_capacity(tokens: int, sequences: int, chunk_size: int) -> int:
+    """Upper bound of sum(ceil(L_n / chunk_size)) over all offsets with this T and N: each sequence wastes less than one chunk."""
+    return min(tokens // chunk_size + sequences, tokens)
+
+
+def chunk_table(cu_seqlens: Any, tokens: int, chunk_size: int) -> ChunkTable:
+    """The chunks of packed sequences, on their device, with sizes from shapes only."""
+    fw, C = frameworks.of(cu_seqlens), chunk_size
+    cu = fw.cast(cu_seqlens, "int64")
+    N = int(cu.shape[0]) - 1
+    NC = num_chunks_capacity(tokens, N, C)
+    counts = (cu[1:] - cu[:-1] + (C - 1)) // C  # [N]
+    ends = fw.cumsum(counts, 0)  # [N]
+    chunk = fw.arange(NC, like=cu)
+    owner = fw.searchsorted(ends, chunk)  # [NC], N for unused chunks
+    sequence = fw.minimum(owner, N - 1)
+    index = chunk - fw.take(ends - counts, sequence, 0)  # within the sequence
+    start = fw.take(cu, sequence, 0) + index * C
+    token = start[:, None] + fw.arange(C, like=cu)[None]
+    used = owner < N
+    valid = (token < fw.take(cu, sequence + 1, 0)[:, None]) & used[:, None]
+    slots = fw.arange(N, like=cu)
+    last = fw.where(counts > 0, ends - 1, slots + NC)
+    return ChunkTable(
+        fw.where(valid, token, tokens), valid, (index == 0) & used, sequence, last, _token_rows(cu, ends - counts, tokens, NC, C)
+    )
+
+
+def _token_rows(cu: Any, first_chunk: Any, tokens: int, capacity: int, C: int) -> Any:
+    fw = frameworks.of(cu)
+    owner = sequence_ids(cu, tokens)
+    n = fw.minimum(owner, int(first_chunk.shape[0]) - 1)
+    offset = fw.arange(tokens, like=cu) - fw.take(cu, n, 0)
+    return fw.where(owner < int(first_chunk.shape[0]), fw.take(first_chunk, n, 0) * C + offset, capacity * C)
+
+
+def tensor_cache(fn: Fn) -> Fn:
+    """Remember the last results of a function of tensors; never stale when a tensor is edited in place.
+
+    A result is reused while every tensor argument is the same object at the same edit count and every other argument is equal. At
+    most 8 results are kept, and they keep their arguments alive. Where edits are not counted (inference mode) nothing is kept.
+    """
+    kept: OrderedDict[Any, Any] = OrderedDict()
+
+    def key_of(value: Any) -> Any:
+        if not frameworks.is_tensor(value):
+            return value
+        return (id(value), frameworks.of(value).version_of(value))
+
+    def countable(value: Any) -> bool:
+        return not frameworks.is_tensor(value) or frameworks.of(value).version_of(value) >= 0
+
+    @functools.wraps(fn)
+    def cached(*args: Any, **kwargs: Any) -> Any:
+        everything = (*args, *kwargs.values())
+        if not all(countable(x) for x in everything):
+            return fn(*args, **kwargs)
+        key = (tuple(key_of(a) for a in args), tuple((n, key_of(a)) for n, a in sorted(kwargs.items())))
+        if key in kept:
+            kept.move_to_end(key)
+            return kept[key][1]
+        result = fn(*args, **kwargs)
+        kept[key] = (everything, result)  # holding the arguments keeps their ids from being given out again
+        while len(kept) > 8:
+            kept.popitem(last=False)
+        return result
+
+    return cached  # type: ignore[return-value]
+
+
+@tensor_cache
+def prepare_lens_from_mask(mask: Any) -> Any:
+    """Number of True (non-zero) entries of each row of a padding mask.
+
+    Args:
+        mask: `[B, T]`, bool or integer; 1 marks a token.
+    Returns: int32 `[B]`, on the mask's device. No host synchronisation.
+    Raises: ValueError if the mask is not two-dimensional.
+    """
+    checks.tensor("prepare_lens_from_mask", "mask", mask)
+    checks.rank("prepare_lens_from_mask", "mask", mask, "[B, T]")
+    fw = frameworks.of(mask)
+    return fw.cast(fw.sum(fw.cast(mask != 0, "int32"), 1), "int32")
+
+
+@tensor_cache
+def prepare_cu_seqlens_from_mask(mask: Any) -> Any:
+    """Packed offsets of the rows of a padding mask, once padding is removed.
+
+    Args:
+        mask: `[B, T]`, bool or integer; 1 marks a token.
+    Returns: int32 `[B+1]`, on the mask's device. No host synchronisation.
+    Raises: ValueError if the mask is not two-dimensional.
+    """
+    fw = frameworks.of(mask)
+    lens = prepare_lens_from_mask(mask)
+    return fw.pad(fw.cast(fw.cumsum(lens, 0), "int32"), 0, 1, 0)
+
+
+@tensor_cache
+def prepare_chunk_indices(cu_seqlens: Any, chunk_size: int) -> Any:
+    """Every chunk of packed sequences as (sequence, chunk within it), in order.
+
+    Args:
+        cu_seqlens: int32 or int64 `[N+1]`, token offsets.
+        chunk_size: Tokens a chunk, above 0.
+    Returns: `[NT, 2]`, cu_seqlens' dtype and device; NT is the exact number of chunks, so the offsets are read on the host.
+    Raises: ValueError for a chunk_size below 1 or offsets that are not one-dimensional.
+    """
+    op = "prepare_chunk_indices"
+    checks.dtype(op, "cu_seqlens", cu_seqlens, ("int32", "int64"))
+    checks.rank(op, "cu_seqlens", cu_seqlens, "[N+1]")
+    if chunk_size < 1:
+        checks.bad_value(op, "chunk_size", "be at least 1", chunk_size)
+    fw = frameworks.of(cu_seqlens)
+    cu = fw.cast(cu_seqlens, "int64")
+    counts = (cu[1:] - cu[:-1] + (chunk_size - 1)) // chunk_size
+    ends = fw.cumsum(counts, 0)
+    chunk = fw.arange(sum(fw.to_list(counts)), like=cu)
+    sequence = fw.searchsorted(ends, chunk)
+    return fw.cast(fw.stack([sequence, chunk - fw.take(ends - counts, sequence, 0)], 1), fw.dtype_name(cu_seqlens))
