@@ -10,20 +10,25 @@ imports a tensor library itself. Three rules, each with a test:
 
 from __future__ import annotations
 
-import importlib
-from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
-SUPPORTED = {"torch": "openkda.frameworks.torch"}
+
+def _torch() -> ModuleType:
+    from openkda.frameworks import torch
+
+    return torch
 
 
-@lru_cache(maxsize=64)
+# Import statements, not importlib, and no lru_cache: torch.compile traces through the former and stops at the latter.
+SUPPORTED = {"torch": _torch}
+
+
 def _of_type(kind: type) -> ModuleType | None:
     for base in kind.__mro__:
-        namespace = SUPPORTED.get(base.__module__.split(".")[0])
-        if namespace is not None:
-            return importlib.import_module(namespace)
+        load = SUPPORTED.get(base.__module__.split(".", 1)[0])
+        if load is not None:
+            return load()
     return None
 
 
@@ -37,5 +42,7 @@ def of(x: Any) -> ModuleType:
     """The namespace of the library that owns tensor x; TypeError for anything else."""
     namespace = _of_type(type(x)) if hasattr(type(x), "shape") else None
     if namespace is None:
-        raise TypeError(f"openkda: expected a tensor of {' or '.join(SUPPORTED)}, got {type(x).__module__}.{type(x).__name__}")
+        raise TypeError(
+            f"openkda: expected a tensor of {' or '.join(SUPPORTED)}, got {type(x).__module__}.{type(x).__name__}"
+        )
     return namespace
