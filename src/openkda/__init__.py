@@ -1,7 +1,8 @@
-"""Kimi Delta Attention (KDA) for training: one operator, its layers and its models, for PyTorch and PaddlePaddle tensors.
+"""Kimi Delta Attention (KDA) for training: one operator, its layers and its models, for PyTorch and PaddlePaddle
+tensors.
 
-Importing openkda imports no tensor library. A name below is loaded when it is first used; operators then follow the tensors they
-are given.
+Importing openkda imports no tensor library. A name below is loaded when it is first used; operators then follow the
+tensors they are given.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _HOME = {
     "recurrent_kda": "openkda.kda.recurrent",
     "kda_gate": "openkda.kda.gate",
     "kda_gate_cumsum": "openkda.kda.gate",
-    "explain": "openkda.kda.backends",
+    "explain": "openkda.backends",
     "l2norm": "openkda.norm",
     "rms_norm_gated": "openkda.norm",
     "causal_conv1d": "openkda.conv",
@@ -34,9 +35,9 @@ _HOME = {
 __all__ = [*_HOME, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
+    from openkda.backends import explain as explain
     from openkda.conv import causal_conv1d as causal_conv1d
     from openkda.errors import BackendUnavailable as BackendUnavailable
-    from openkda.kda.backends import explain as explain
     from openkda.kda.chunk import chunk_kda as chunk_kda
     from openkda.kda.gate import kda_gate as kda_gate
     from openkda.kda.gate import kda_gate_cumsum as kda_gate_cumsum

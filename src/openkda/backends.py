@@ -5,7 +5,8 @@
     "eager"       plain tensor operations, any device
     "reference"   the definition, slow
 
-An explicit choice runs or raises; nothing falls back silently.
+An explicit choice runs or raises BackendUnavailable with the reason; nothing falls back silently, and `explain` tells
+what "auto" stands for. No choice looks at the data.
 """
 
 from __future__ import annotations
@@ -13,23 +14,54 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from openkda import checks
+from openkda import checks, frameworks
 from openkda.errors import BackendUnavailable
 
 NAMES = ("auto", "triton", "eager", "reference")
+_OTHERWISE = 'use backend="eager", or "auto" to let openkda choose'
 
 
-def choose(op: str, backend: str, available: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """The implementation of `op` for `backend`; `available` lists what exists, best first.
+def why_not_triton(x: Any) -> str | None:
+    """Why fused kernels cannot take tensor x; None if they can."""
+    fw = frameworks.of(x)
+    if not fw.on_gpu(x):
+        return f"needs a GPU tensor, got device {fw.device_name(x)}"
+    return None
 
-    Raises: ValueError for an unknown backend; BackendUnavailable for one that this operator does not have.
+
+def choose(op: str, backend: str, available: Mapping[str, Callable[..., Any]], x: Any) -> str:
+    """The backend that runs `op` on tensor x. `available` lists the implementations that exist, best first.
+
+    Raises: ValueError for an unknown backend; BackendUnavailable for one that does not exist or cannot take x.
     """
     checks.choice(op, "backend", backend, NAMES)
     if backend == "auto":
-        return next(iter(available.values()))
+        return next(name for name in available if name != "triton" or why_not_triton(x) is None)
     if backend not in available:
         raise BackendUnavailable(
-            f'{op}: backend="{backend}" cannot run, as this operator has no {backend} kernel yet; '
-            'use backend="eager", or "auto" to let openkda choose'
+            f'{op}: backend="{backend}" cannot run, as this operator has no {backend} kernel yet; {_OTHERWISE}'
         )
-    return available[backend]
+    if backend == "triton" and (reason := why_not_triton(x)):
+        raise BackendUnavailable(f'{op}: backend="triton" {reason}; {_OTHERWISE}')
+    return backend
+
+
+def explain(x: Any) -> str:
+    """What `backend="auto"` stands for on tensor x, operator by operator, and why, as a few lines of text."""
+    from openkda.conv import api as conv
+    from openkda.kda import chunk, recurrent
+    from openkda.norm import api as norm
+
+    fw = frameworks.of(x)
+    gpu = why_not_triton(x)
+    lines = [f"{fw.NAME} tensor, {fw.dtype_name(x)}, on {fw.device_name(x)}"]
+    for op, available in {**chunk.AVAILABLE, **recurrent.AVAILABLE, **conv.AVAILABLE, **norm.AVAILABLE}.items():
+        why = (
+            f"triton {gpu}"
+            if "triton" in available and gpu
+            else ""
+            if "triton" in available
+            else "it has no triton kernel yet"
+        )
+        lines.append(f"  {op:15s} auto -> {choose(op, 'auto', available, x):10s}{why}")
+    return "\n".join(lines)

@@ -1,12 +1,13 @@
 """Argument checks, and all their wording, shared by every operator, backend and tensor library.
 
-A message reads `<op>: <argument> must <rule>, got <value>; <what to do>`. TypeError is for a wrong kind or dtype, ValueError for a
-shape or a value. Checks read shapes, dtypes and devices only, so they never wait for a device; what needs the values themselves
-runs when the environment variable OPENKDA_CHECK is 1.
+A message reads `<op>: <argument> must <rule>, got <value>; <what to do>`. TypeError is for a wrong kind or dtype,
+ValueError for a shape or a value. Checks read shapes, dtypes and devices only, so they never wait for a device; what
+needs the values themselves runs when the environment variable OPENKDA_CHECK is 1.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -66,6 +67,7 @@ def same_device(op: str, first: str, x: Any, **others: Any) -> None:
     for name, y in others.items():
         if y is None:
             continue
+        tensor(op, name, y)
         if frameworks.of(y) is not fw:
             bad_type(op, name, f"be a {fw.NAME} tensor like {first}", f"a {frameworks.of(y).NAME} tensor")
         if fw.device(y) != want:
@@ -116,7 +118,7 @@ def _offset_values(op: str, cu: Any, tokens: int) -> None:
     offsets = frameworks.of(cu).to_list(cu)
     if offsets[0] != 0:
         bad_value(op, "cu_seqlens", "start at 0", offsets[0])
-    for n, (a, b) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for n, (a, b) in enumerate(itertools.pairwise(offsets)):
         if b < a:
             bad_value(op, "cu_seqlens", "never decrease", f"{a} then {b} at index {n + 1}")
     if offsets[-1] > tokens:

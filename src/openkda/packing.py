@@ -6,9 +6,9 @@
     chunk      up to C consecutive tokens of one sequence; a sequence of L tokens has ceil(L / C) of them
     capacity   the number of chunks that fits any offsets of this shape, known without reading them
 
-What operators use inside (`sequence_ids`, `chunk_table`) works on the tensors' device and takes its sizes from shapes alone, so it
-never waits for the device and a recorded CUDA graph stays right when the offsets are edited in place. The `prepare_*` helpers
-follow fla's names; those whose result has a size that depends on values must read them, and say so.
+What operators use inside (`sequence_ids`, `chunk_table`) works on the tensors' device and takes its sizes from shapes
+alone, so it never waits for the device and a recorded CUDA graph stays right when the offsets are edited in place. The
+`prepare_*` helpers follow fla's names; those whose result has a size that depends on values must read them, and say so.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def sequence_ids(cu_seqlens: Any, tokens: int) -> Any:
 
 
 def num_chunks_capacity(tokens: int, sequences: int, chunk_size: int) -> int:
-    """Upper bound of sum(ceil(L_n / chunk_size)) over all offsets with this T and N: each sequence wastes less than one chunk."""
+    """Upper bound of sum(ceil(L_n / chunk_size)) over all offsets with this T and N: each sequence wastes less than one
+    chunk.
+    """
     return min(tokens // chunk_size + sequences, tokens)
 
 
@@ -65,7 +67,12 @@ def chunk_table(cu_seqlens: Any, tokens: int, chunk_size: int) -> ChunkTable:
     slots = fw.arange(N, like=cu)
     last = fw.where(counts > 0, ends - 1, slots + NC)
     return ChunkTable(
-        fw.where(valid, token, tokens), valid, (index == 0) & used, sequence, last, _token_rows(cu, ends - counts, tokens, NC, C)
+        fw.where(valid, token, tokens),
+        valid,
+        (index == 0) & used,
+        sequence,
+        last,
+        _token_rows(cu, ends - counts, tokens, NC, C),
     )
 
 
@@ -80,8 +87,9 @@ def _token_rows(cu: Any, first_chunk: Any, tokens: int, capacity: int, C: int) -
 def tensor_cache(fn: Fn) -> Fn:
     """Remember the last results of a function of tensors; never stale when a tensor is edited in place.
 
-    A result is reused while every tensor argument is the same object at the same edit count and every other argument is equal. At
-    most 8 results are kept, and they keep their arguments alive. Where edits are not counted (inference mode) nothing is kept.
+    A result is reused while every tensor argument is the same object at the same edit count and every other argument is
+    equal. At most 8 results are kept, and they keep their arguments alive. Where edits are not counted (inference mode)
+    nothing is kept.
     """
     kept: OrderedDict[Any, Any] = OrderedDict()
 
@@ -147,7 +155,8 @@ def prepare_chunk_indices(cu_seqlens: Any, chunk_size: int) -> Any:
     Args:
         cu_seqlens: int32 or int64 `[N+1]`, token offsets.
         chunk_size: Tokens a chunk, above 0.
-    Returns: `[NT, 2]`, cu_seqlens' dtype and device; NT is the exact number of chunks, so the offsets are read on the host.
+    Returns: `[NT, 2]`, cu_seqlens' dtype and device; NT is the exact number of chunks, so the offsets are read on the
+        host.
     Raises: ValueError for a chunk_size below 1 or offsets that are not one-dimensional.
     """
     op = "prepare_chunk_indices"

@@ -8,7 +8,7 @@ from openkda import backends, checks, frameworks
 from openkda.conv import eager, reference
 
 _OP = "causal_conv1d"
-_AVAILABLE = {"eager": eager.causal_conv1d, "reference": reference.causal_conv1d}
+AVAILABLE = {_OP: {"eager": eager.causal_conv1d, "reference": reference.causal_conv1d}}  # best first
 
 
 def causal_conv1d(
@@ -47,14 +47,13 @@ def causal_conv1d(
     Numerics: sums in fp32 (fp64 for fp64 inputs). A window is summed in the same order
         whether its sequence is alone, in a batch or packed.
     """
-    run = backends.choose(_OP, backend, _AVAILABLE)
     _check(x, weight, bias, activation, initial_state, output_final_state, cu_seqlens)
     if cp_context is not None:
         raise NotImplementedError(
             f"{_OP}: cp_context must be None, got {type(cp_context).__name__}; "
             "context parallelism is not implemented yet"
         )
-    return run(
+    return AVAILABLE[_OP][backends.choose(_OP, backend, AVAILABLE[_OP], x)](
         x,
         weight,
         bias,

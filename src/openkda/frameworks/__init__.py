@@ -1,7 +1,7 @@
 """Whose tensor is this? One small namespace per tensor library, chosen by the tensor's type.
 
-Host code of every operator is written against the functions of such a namespace (`frameworks/torch.py` is the list) and never
-imports a tensor library itself. Three rules, each with a test:
+Host code of every operator is written against the functions of such a namespace (`frameworks/torch.py` is the list) and
+never imports a tensor library itself. Three rules, each with a test:
 
 - asking never imports a library: a tensor of it exists, so it is imported already;
 - a library that is not installed is never looked for;

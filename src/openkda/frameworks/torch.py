@@ -1,7 +1,8 @@
 """The torch namespace: what operators ask of a tensor library, one or two lines each.
 
-Names and argument order follow the Python array API where it has them (`axis`, `concat`, `take`), so that a second library is a
-second file of the same shape. Functions return new tensors; only those whose name ends in _ write to an input. dtypes travel as strings ("float32").
+Names and argument order follow the Python array API where it has them (`axis`, `concat`, `take`), so that a second
+library is a second file of the same shape. Functions return new tensors; only those whose name ends in _ write to an
+input. dtypes travel as strings ("float32").
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ def dtype_name(x: Tensor) -> str:
 
 def shape(x: Tensor) -> tuple[int, ...]:
     return tuple(x.shape)
+
+
+def strides(x: Tensor) -> tuple[int, ...]:
+    """In elements."""
+    return x.stride()
 
 
 def device(x: Tensor) -> Any:
@@ -74,7 +80,9 @@ def detach(x: Tensor) -> Tensor:
 
 
 def to_list(x: Tensor) -> list:
-    """Values on the host. On an accelerator this waits for the device: only the reference and OPENKDA_CHECK=1 may call it."""
+    """Values on the host. On an accelerator this waits for the device: only the reference and OPENKDA_CHECK=1 may call
+    it.
+    """
     return x.tolist()
 
 
@@ -262,8 +270,8 @@ _FUNCTIONS: dict[type, type] = {}
 def custom(spec: type, *args: Any) -> Any:
     """Run `spec.forward(fw, ctx, *args)` with `spec.backward(fw, ctx, *grads)` as its derivative.
 
-    One gradient (or None) per argument comes back from backward. ctx has save_for_backward, saved_tensors, needs_input_grad and
-    free attributes.
+    One gradient (or None) per argument comes back from backward. ctx has save_for_backward, saved_tensors,
+    needs_input_grad and free attributes.
     """
     function = _FUNCTIONS.get(spec)
     if function is None:

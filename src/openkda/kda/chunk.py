@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from openkda.kda import backends
+from openkda import backends
+from openkda.errors import BackendUnavailable
+from openkda.kda import eager, reference
 from openkda.kda.contract import check_inputs, check_options, check_state
+
+AVAILABLE = {"chunk_kda": {"eager": eager.chunk_kda, "reference": reference.chunk_kda}}  # best first
 
 
 def chunk_kda(
@@ -34,7 +38,9 @@ def chunk_kda(
 ) -> tuple[Any, Any | None]:
     """Kimi Delta Attention over whole sequences, differentiable in every floating input.
 
-    Per value head, with a state S [K, V]: S <- diag(exp(g_t)) S; S <- S + beta_t k_t (v_t - S^T k_t)^T; o_t = scale * S^T q_t.
+    Per value head, with a state S [K, V]:
+
+        S <- diag(exp(g_t)) S;    S <- S + beta_t k_t (v_t - S^T k_t)^T;    o_t = scale * S^T q_t
 
     Args:
         q, k: `[B, T, H, K]`, one floating dtype with v. K is at most 256.
@@ -42,23 +48,27 @@ def chunk_kda(
         g: `[B, T, HV, K]`, log-decay per token and channel in nats, <= 0; or raw logits with use_gate_in_kernel.
         beta: `[B, T, HV]`, writing strength; or raw logits with use_beta_sigmoid_in_kernel.
         scale: Factor of q, above 0; None means K**-0.5.
-        initial_state: `[N, HV, K, V]` fp32 (fp64 with fp64 inputs); N is B, or the slots of cu_seqlens. None means zeros.
+        initial_state: `[N, HV, K, V]` fp32 (fp64 with fp64 inputs); N is B, or the slots of cu_seqlens. None means
+            zeros.
         output_final_state: Return the states after the last token of each sequence.
         use_qk_l2norm_in_kernel: Replace q and k by x / sqrt(sum x^2 + 1e-6).
         use_gate_in_kernel: g holds raw logits; `kda_gate` with A_log, dt_bias and lower_bound makes the log-decay.
         use_beta_sigmoid_in_kernel: Use sigmoid(beta); with allow_neg_eigval, 2 * sigmoid(beta).
-        A_log: `[HV]` fp32. dt_bias: `[HV, K]` or `[HV*K]` fp32 or None. lower_bound: below 0 for the bounded gate, None for softplus.
-        cu_seqlens: int32 or int64 `[N+1]` on q's device, token offsets of packed sequences; B is then 1. It starts at 0 and never
-            decreases. A repeated offset is an empty slot: its state passes through bit for bit. Tokens after the last offset are
-            padding: o and all token gradients are exactly 0 there, whatever the inputs hold.
+        A_log: `[HV]` fp32. dt_bias: `[HV, K]` or `[HV*K]` fp32 or None. lower_bound: below 0 for the bounded gate, None
+            for softplus.
+        cu_seqlens: int32 or int64 `[N+1]` on q's device, token offsets of packed sequences; B is then 1. It starts at 0
+            and never decreases. A repeated offset is an empty slot: its state passes through bit for bit. Tokens after
+            the last offset are padding: o and all token gradients are exactly 0 there, whatever the inputs hold.
         state_v_first: States are `[N, HV, V, K]`.
-        save_intermediates: Keep more for the backward and recompute less. Changes no result; the eager backends always keep all.
-        batch_invariant: A sequence gives the same bits alone, in a batch and packed. Needs a fused backend; raises elsewhere.
+        save_intermediates: Keep more for the backward and recompute less. Changes no result; the eager backends always
+            keep all.
+        batch_invariant: A sequence gives the same bits alone, in a batch and packed. Needs a fused backend; raises
+            elsewhere.
         cp_context: Context parallelism; None here.
         backend: "auto", "triton", "eager" or "reference"; `openkda.explain(q)` says what "auto" chooses and why.
     Returns: (o `[B, T, HV, V]` in v's dtype, final states shaped like initial_state, or None).
-    Raises: TypeError for a wrong kind or dtype; ValueError for a shape or value outside the above; BackendUnavailable when the
-        named backend cannot run here, with the reason.
+    Raises: TypeError for a wrong kind or dtype; ValueError for a shape or value outside the above; BackendUnavailable
+        when the named backend cannot run here, with the reason.
     Numerics: state, sums, inverse and v - S^T k in fp32 (fp64 with fp64 inputs); exact for any finite g <= 0.
     Source: Kimi Linear, arXiv 2510.26692; docs/maths.md derives the chunked form.
     """
@@ -75,7 +85,27 @@ def chunk_kda(
     check_options(op, g, scale=scale, **gate, **beta_options, **flags, **extras)
     if initial_state is not None:
         check_state(op, "initial_state", initial_state, q, sizes, v_first=state_v_first)
-    run = backends.chunk(op, backend, q, cp_context=cp_context, **extras)
-    return run(
-        q, k, v, g, beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, **gate, **beta_options, **flags
+    chosen = backends.choose(op, backend, AVAILABLE[op], q)
+    if cp_context is not None:
+        got = type(cp_context).__name__
+        raise NotImplementedError(
+            f"{op}: cp_context must be None, got {got}; context parallelism is not implemented yet"
+        )
+    if batch_invariant and chosen == "eager":
+        raise BackendUnavailable(
+            f'{op}: batch_invariant=True cannot be promised by backend "eager", whose matmuls may sum in an order that '
+            'depends on the batch; backend="reference" runs each sequence alone'
+        )
+    return AVAILABLE[op][chosen](
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        **gate,
+        **beta_options,
+        **flags,
     )

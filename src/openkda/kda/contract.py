@@ -1,4 +1,6 @@
-"""The contract of the operator, once, for every backend and tensor library: what `chunk_kda` and `recurrent_kda` accept."""
+"""The contract of the operator, once, for every backend and tensor library: what `chunk_kda` and `recurrent_kda`
+accept.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ MAX_HEAD_DIM = 256
 
 @dataclass(frozen=True)
 class Sizes:
-    """B batch, T tokens, H query/key heads, HV value heads, K and V head widths, N sequences (B, or the slots of cu_seqlens)."""
+    """B batch, T tokens, H query/key heads, HV value heads, K and V head widths, N sequences (B, or the slots of
+    cu_seqlens).
+    """
 
     B: int
     T: int
@@ -95,7 +99,11 @@ def check_options(
         if value is not None:
             got = type(value).__name__ if frameworks.is_tensor(value) else value
             checks.bad_value(
-                op, name, "be None without use_gate_in_kernel", got, "g is then the log-decay itself; set use_gate_in_kernel=True for raw logits"
+                op,
+                name,
+                "be None without use_gate_in_kernel",
+                got,
+                "g is then the log-decay itself; set use_gate_in_kernel=True for raw logits",
             )
     if checks.values_wanted():
         _check_decay_values(op, g)

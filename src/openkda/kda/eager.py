@@ -1,4 +1,5 @@
-"""Kimi Delta Attention in chunks of 64 tokens, matmuls only, on any device: the fast definition, with the library's autograd.
+"""Kimi Delta Attention in chunks of 64 tokens, matmuls only, on any device: the fast definition, with the library's
+autograd.
 
 Names are those of docs/maths.md; q stands for scale * q, b for beta, * is elementwise. Per chunk and value head:
 
@@ -9,13 +10,13 @@ Names are those of docs/maths.md; q stands for scale * q, b for beta, * is eleme
     S' = Dall * S + (k * Dout)^T Vn      the state after the chunk       `chunk_states`
     O  = (q * Din) S + Aqk Vn                                            `chunk_kda`
 
-Exact for any finite g <= 0. A decay between two tokens is exp of a sum of terms of one sign, never of a difference of cumulative
-sums: those lose 5e-4 in fp32 where -1000 meets -0.01. Chunks are halved again and again for that (`decay_factors`): pairs of tokens
-in different 16-row blocks meet at levels 32 and 16, pairs inside one at levels 8, 4, 2 and 1. Memory is linear in T; the largest
-tensors are [T, HV, K], and [T / 64, HV, K, V] for the states.
+Exact for any finite g <= 0. A decay between two tokens is exp of a sum of terms of one sign, never of a difference of
+cumulative sums: those lose 5e-4 in fp32 where -1000 meets -0.01. Chunks are halved again and again for that
+(`decay_factors`): pairs of tokens in different 16-row blocks meet at levels 32 and 16, pairs inside one at levels 8, 4,
+2 and 1. Memory is linear in T; the largest tensors are [T, HV, K], and [T / 64, HV, K, V] for the states.
 
-Errors of 16-bit kernels are judged against this file with operand_dtype="bfloat16": every matmul operand rounded, forward and
-backward; accumulation, exponents, inverse and the residual v - S^T k stay in fp32.
+Errors of 16-bit kernels are judged against this file with operand_dtype="bfloat16": every matmul operand rounded,
+forward and backward; accumulation, exponents, inverse and the residual v - S^T k stay in fp32.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def chunk_kda(
 ) -> tuple[Any, Any | None]:
     """`openkda.chunk_kda` on the eager path, arguments unchecked; see there.
 
-    operand_dtype ("bfloat16" or "float16") rounds the operands of every matmul, forward and backward; None does not round.
+    operand_dtype ("bfloat16" or "float16") rounds the operands of every matmul, forward and backward; None does not
+    round.
     """
     fw = frameworks.of(q)
     dtype, out_dtype, (B, T, H, K), HV = state_dtype(fw, q), fw.dtype_name(v), fw.shape(q), fw.shape(v)[2]
@@ -173,7 +175,9 @@ class RoundedMatmul:
 
 
 class Solve:
-    """x = (I + n)^-1 r by a known inverse. dr = (I + n)^-T dx and dn = -dr x^T: the inverse itself needs no derivative."""
+    """x = (I + n)^-1 r by a known inverse. dr = (I + n)^-T dx and dn = -dr x^T: the inverse itself needs no
+    derivative.
+    """
 
     @staticmethod
     def forward(fw: ModuleType, ctx: Any, inverse: Any, n: Any, r: Any, operand_dtype: str | None) -> Any:
@@ -194,8 +198,8 @@ class Solve:
 def _halves(fw: ModuleType, x: Any, h: int) -> tuple[Any, Any]:
     """[.., C, D] -> lower and upper halves [.., C / 2h, h, D] of every block of 2h rows."""
     *lead, C, D = fw.shape(x)
-    blocks = fw.reshape(x, (*lead, C // (2 * h), 2, h, D))
-    return blocks[..., 0, :, :], blocks[..., 1, :, :]
+    lower, upper = fw.unstack(fw.reshape(x, (*lead, C // (2 * h), 2, h, D)), -3)
+    return lower, upper
 
 
 def _join_halves(fw: ModuleType, lower: Any, upper: Any) -> Any:
@@ -206,15 +210,21 @@ def _join_halves(fw: ModuleType, lower: Any, upper: Any) -> Any:
 def decay_factors(fw: ModuleType, g: Any) -> tuple[dict[int, tuple[Any, Any]], Any, Any, Any]:
     """Log-decay g [.., C, K] -> ({h: F_h}, Din [.., C, K], Dout [.., C, K], Dall [.., K]).
 
-    At level h the chunk falls into blocks of 2h rows, cut in the middle at row m. A pair (i upper, j lower) decays by F_h(i) F_h(j):
+    At level h the chunk falls into blocks of 2h rows, cut in the middle at row m. A pair (i upper, j lower) decays by
+    F_h(i) F_h(j):
 
         upper half   F_h(i) = exp(g_m + .. + g_i)                lower half   F_h(j) = exp(g_{j+1} + .. + g_{m-1})
 
     Levels 32, 16, .. 1 cover every pair j < i once. Din(i) = exp(g_0 + .. + g_i) carries the state to row i, Dout(j) =
-    exp(g_{j+1} + .. + g_{C-1}) carries row j to the end, Dall = exp of the whole sum. F_h comes as (lower, upper), [.., C / 2h, h, K].
-    All sums come from one tree: each is made of shorter ones, so every exponent is <= 0 and no difference is ever formed.
+    exp(g_{j+1} + .. + g_{C-1}) carries row j to the end, Dall = exp of the whole sum. F_h comes as (lower, upper), [..,
+    C / 2h, h, K]. All sums come from one tree: each is made of shorter ones, so every exponent is <= 0 and no
+    difference is ever formed.
     """
-    prefix, suffix, levels = g, fw.zeros(fw.shape(g), like=g), {}  # sums up to a row, and after it, within its block of h rows
+    prefix, suffix, levels = (
+        g,
+        fw.zeros(fw.shape(g), like=g),
+        {},
+    )  # sums up to a row, and after it, within its block of h rows
     for h in (1, 2, 4, 8, 16, 32):
         (prefix_l, prefix_u), (suffix_l, suffix_u) = _halves(fw, prefix, h), _halves(fw, suffix, h)
         levels[h] = fw.exp(suffix_l), fw.exp(prefix_u)
@@ -229,12 +239,13 @@ def decay_factors(fw: ModuleType, g: Any) -> tuple[dict[int, tuple[Any, Any]], A
 def _merge(fw: ModuleType, diagonal: Any, low: Any) -> Any:
     """Blocks on the diagonal [.., 2n, h, h] and the ones below them [.., n, h, h] -> [.., n, 2h, 2h]."""
     *lead, n, h, _ = fw.shape(low)
-    pairs = fw.reshape(diagonal, (*lead, n, 2, h, h))
-    first, second = pairs[..., 0, :, :], pairs[..., 1, :, :]
+    first, second = fw.unstack(fw.reshape(diagonal, (*lead, n, 2, h, h)), -3)
     return fw.concat([fw.concat([first, fw.zeros(fw.shape(low), like=low)], -1), fw.concat([low, second], -1)], -2)
 
 
-def intra_chunk_scores(mm: Matmul, q: Any, k: Any, levels: dict[int, tuple[Any, Any]]) -> tuple[Any, Any, dict[int, Any]]:
+def intra_chunk_scores(
+    mm: Matmul, q: Any, k: Any, levels: dict[int, tuple[Any, Any]]
+) -> tuple[Any, Any, dict[int, Any]]:
     """Aqk [.., C, C] (i >= j), Akk [.., C, C] (i > j), and Akk's blocks {h: [.., C / 2h, h, h]} by level.
 
         Aqk_ij = sum_d q_id k_jd exp(g_{j+1,d} + .. + g_{i,d})        and Akk with k_i in place of q_i
@@ -256,7 +267,8 @@ def intra_chunk_scores(mm: Matmul, q: Any, k: Any, levels: dict[int, tuple[Any, 
 def triangular_inverse(fw: ModuleType, beta: Any, akk_blocks: dict[int, Any]) -> Any:
     """(I + diag(beta) Akk)^-1 [.., C, C], unrounded, outside autograd (`Solve` has the derivative).
 
-    By doubling: the inverse of [[P, 0], [N, Q]] is [[P^-1, 0], [-Q^-1 N P^-1, Q^-1]]. Only true inverses are multiplied, so equal
+    By doubling: the inverse of [[P, 0], [N, Q]] is [[P^-1, 0], [-Q^-1 N P^-1, Q^-1]]. Only true inverses are
+        multiplied, so equal
     keys with beta = 1 and slow decay do no harm; a Neumann series loses all digits there.
     """
     with fw.no_grad():
@@ -264,8 +276,8 @@ def triangular_inverse(fw: ModuleType, beta: Any, akk_blocks: dict[int, Any]) ->
         for h, block in akk_blocks.items():
             n = _halves(fw, beta, h)[1] * block  # rows of the block belong to the upper half
             *lead, count, _, _ = fw.shape(n)
-            pairs = fw.reshape(inverse, (*lead, count, 2, h, h))
-            low = -fw.matmul(pairs[..., 1, :, :], fw.matmul(n, pairs[..., 0, :, :]))
+            first, second = fw.unstack(fw.reshape(inverse, (*lead, count, 2, h, h)), -3)
+            low = -fw.matmul(second, fw.matmul(n, first))
             inverse = _merge(fw, inverse, low)
     return inverse[..., 0, :, :]
 
@@ -274,9 +286,11 @@ def triangular_inverse(fw: ModuleType, beta: Any, akk_blocks: dict[int, Any]) ->
 def chunk_states(mm: Matmul, chunks: Chunks, S0: Any | None, operands: tuple[Any, ...]) -> tuple[Any, Any, Any]:
     """Carry the state over the chunks, in order.
 
-    operands: inverse, n [R, NC, HV, C, C]; beta [.., C, 1]; v [.., C, V]; kd = k Din, kg = k Dout [.., C, K]; Dall [.., K].
+    operands: inverse, n [R, NC, HV, C, C]; beta [.., C, 1]; v [.., C, V]; kd = k Din, kg = k Dout [.., C, K]; Dall [..,
+        K].
     S0: [N, HV, K, V] or None for zeros.
-    Returns S before every chunk [R, NC, HV, K, V], the written values Vn [R, NC, HV, C, V], the final states [N, HV, K, V].
+    Returns S before every chunk [R, NC, HV, K, V], the written values Vn [R, NC, HV, C, V], the final states [N, HV, K,
+    V].
     """
     fw, table = mm.fw, chunks.table
     v, kd = operands[3], operands[4]
@@ -298,14 +312,18 @@ def chunk_states(mm: Matmul, chunks: Chunks, S0: Any | None, operands: tuple[Any
 
 
 def _sequence_starts(fw: ModuleType, table: packing.ChunkTable | None, S0: Any | None) -> tuple[Any, Any]:
-    """Per chunk: the initial state of its sequence [HV, K, V] (None for zeros), and whether it begins there (0-d bool)."""
+    """Per chunk: the initial state of its sequence [HV, K, V] (None for zeros), and whether it begins there (0-d
+    bool).
+    """
     if table is None:
         return None, None
     return None if S0 is None else fw.unstack(fw.take(S0, table.sequence, 0), 0), fw.unstack(table.first, 0)
 
 
 def _final_states(fw: ModuleType, table: packing.ChunkTable, S0: Any | None, after: list[Any]) -> Any:
-    """[N, HV, K, V]: the state after each sequence's last chunk; an empty slot passes its initial state through, bit for bit."""
+    """[N, HV, K, V]: the state after each sequence's last chunk; an empty slot passes its initial state through, bit
+    for bit.
+    """
     N = fw.shape(table.last_chunk)[0]
     ends = fw.concat(after, 0)  # [NC, HV, K, V], as R = 1
     through = fw.zeros((N, *fw.shape(ends)[1:]), like=ends) if S0 is None else S0

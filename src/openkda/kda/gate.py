@@ -3,8 +3,8 @@
     softplus   g = -exp(A_log) * softplus(raw + dt_bias)                  Kimi Linear; unbounded below
     bounded    g = lower_bound * sigmoid(exp(A_log) * (raw + dt_bias))    Kimi K3, GLM-5.3; in (lower_bound, 0)
 
-These are two different models; nothing swaps one for the other. The formulas stand here once, for the reference and for the eager
-operator. g is a natural logarithm (nats per token) and never above 0.
+These are two different models; nothing swaps one for the other. The formulas stand here once, for the reference and for
+the eager operator. g is a natural logarithm (nats per token) and never above 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from openkda import checks, frameworks, packing
 
 
 class Softplus:
-    """log(1 + exp(z)), right at any z: no overflow above 88, no rounding to 0 below -16, derivative sigmoid(z) everywhere."""
+    """log(1 + exp(z)), right at any z: no overflow above 88, no rounding to 0 below -16, derivative sigmoid(z)
+    everywhere.
+    """
 
     @staticmethod
     def forward(fw: ModuleType, ctx: Any, z: Any) -> Any:
@@ -30,8 +32,24 @@ class Softplus:
         return dy * fw.sigmoid(z)
 
 
+class Sigmoid:
+    """1 / (1 + exp(-z)), with derivative s(z) s(-z): s (1 - s) would be 0 in fp32 from z = 17 on, where e^-17 is right."""
+
+    @staticmethod
+    def forward(fw: ModuleType, ctx: Any, z: Any) -> Any:
+        ctx.save_for_backward(z)
+        return fw.sigmoid(z)
+
+    @staticmethod
+    def backward(fw: ModuleType, ctx: Any, dy: Any) -> Any:
+        (z,) = ctx.saved_tensors
+        return dy * fw.sigmoid(z) * fw.sigmoid(-z)
+
+
 def activate(raw: Any, A_log: Any, dt_bias: Any | None, lower_bound: float | None, dtype: str = "float32") -> Any:
-    """Log-decay [.., HV, K] of raw [.., HV, K] in `dtype`, without checks; A_log [HV], dt_bias [HV, K] or [HV*K] or None."""
+    """Log-decay [.., HV, K] of raw [.., HV, K] in `dtype`, without checks; A_log [HV], dt_bias [HV, K] or [HV*K] or
+    None.
+    """
     fw = frameworks.of(raw)
     HV, K = fw.shape(raw)[-2:]
     z = fw.cast(raw, dtype)
@@ -40,7 +58,7 @@ def activate(raw: Any, A_log: Any, dt_bias: Any | None, lower_bound: float | Non
     rate = fw.exp(fw.reshape(fw.cast(A_log, dtype), (HV, 1)))
     if lower_bound is None:
         return -rate * fw.custom(Softplus, z)
-    return lower_bound * fw.sigmoid(rate * z)
+    return lower_bound * fw.custom(Sigmoid, rate * z)
 
 
 def kda_gate(raw: Any, A_log: Any, dt_bias: Any | None = None, *, lower_bound: float | None = None) -> Any:
@@ -56,7 +74,8 @@ def kda_gate(raw: Any, A_log: Any, dt_bias: Any | None = None, *, lower_bound: f
         lower_bound: Smallest log-decay per token in nats, below 0; None selects the first form.
     Returns: g in nats per token, shaped like raw, fp32 (fp64 for fp64 raw), every value <= 0.
     Raises: ValueError if a shape disagrees with raw or lower_bound is not below 0; TypeError for a wrong dtype.
-    Source: Kimi Linear (arXiv 2510.26692) for the first form, Kimi K3 for the second; docs/maths.md has both derivatives.
+    Source: Kimi Linear (arXiv 2510.26692) for the first form, Kimi K3 for the second; docs/maths.md has both
+        derivatives.
     """
     check_gate("kda_gate", raw, A_log, dt_bias, lower_bound)
     fw = frameworks.of(raw)
@@ -81,7 +100,8 @@ def kda_gate_cumsum(
         raw, A_log, dt_bias, lower_bound: As in `kda_gate`.
         chunk_size: Tokens a chunk.
         log2: Return the sum in base 2, G * log2(e), the form that kernels raise with exp2; else in nats.
-        cu_seqlens: int32 or int64 `[N+1]` token offsets of packed sequences (B = 1); values after the last offset are 0.
+        cu_seqlens: int32 or int64 `[N+1]` token offsets of packed sequences (B = 1); values after the last offset are
+            0.
     Returns: G, shaped like raw, fp32 (fp64 for fp64 raw).
     Raises: as `kda_gate`; ValueError for a chunk_size below 1 or for B > 1 with cu_seqlens.
     """
@@ -112,7 +132,9 @@ def kda_gate_cumsum(
     return total * math.log2(math.e) if log2 else total
 
 
-def check_gate(op: str, raw: Any, A_log: Any, dt_bias: Any | None, lower_bound: float | None, raw_name: str = "raw") -> None:
+def check_gate(
+    op: str, raw: Any, A_log: Any, dt_bias: Any | None, lower_bound: float | None, raw_name: str = "raw"
+) -> None:
     """Shapes and dtypes of the gate's arguments against raw [B, T, HV, K]."""
     checks.floating(op, raw_name, raw)
     checks.rank(op, raw_name, raw, "[B, T, HV, K]")
@@ -125,7 +147,11 @@ def check_gate(op: str, raw: Any, A_log: Any, dt_bias: Any | None, lower_bound: 
         size = tuple(dt_bias.shape)
         if size not in ((HV, K), (HV * K,)):
             checks.bad_value(
-                op, "dt_bias", f"have shape [HV, K] = [{HV}, {K}] or [HV*K] = [{HV * K}]", list(size), "it has one entry per channel"
+                op,
+                "dt_bias",
+                f"have shape [HV, K] = [{HV}, {K}] or [HV*K] = [{HV * K}]",
+                list(size),
+                "it has one entry per channel",
             )
     if lower_bound is not None:
         checks.lower_bound(op, lower_bound)

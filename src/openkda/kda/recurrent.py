@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from openkda import checks, frameworks, packing
-from openkda.kda import backends
+from openkda import backends, checks, frameworks, packing
+from openkda.kda import reference
 from openkda.kda.contract import Sizes, check_inputs, check_options, check_state
-from openkda.kda.reference import chunk_kda as _token_by_token
+
+# The token loop is the definition itself: there is no second, slower one.
+AVAILABLE = {"recurrent_kda": {"eager": reference.chunk_kda, "reference": reference.chunk_kda}}
 
 
 def recurrent_kda(
@@ -35,18 +38,18 @@ def recurrent_kda(
     """Kimi Delta Attention token by token, for inference: arguments and results as in `openkda.chunk_kda`, and
 
     Args:
-        state_indices: int32 or int64 `[N]`. initial_state is then a pool `[slots, HV, K, V]` (fp32 or bf16) that is read and updated
-            in place at these slots; a negative index is padding: o is 0 there and no slot is touched. Two sequences must not share
-            a slot. The returned state is None: it is in the pool.
+        state_indices: int32 or int64 `[N]`. initial_state is then a pool `[slots, HV, K, V]` (fp32 or bf16) that is
+            read and updated in place at these slots; a negative index is padding: o is 0 there and no slot is touched.
+            Two sequences must not share a slot. The returned state is None: it is in the pool.
     Returns: (o `[B, T, HV, V]` in v's dtype, final states or None).
-    Raises: as chunk_kda; ValueError if an input needs a gradient, if state_indices comes without a pool, or (with OPENKDA_CHECK=1)
-        if an index exceeds the pool or comes twice.
+    Raises: as chunk_kda; ValueError if an input needs a gradient, if state_indices comes without a pool, or (with
+        OPENKDA_CHECK=1) if an index exceeds the pool or comes twice.
     Numerics: fp32 inside, whatever the inputs (fp64 with fp64 inputs).
     Source: Kimi Linear, arXiv 2510.26692, equation 1.
     """
     op = "recurrent_kda"
-    fw = frameworks.of(q)
     sizes = check_inputs(op, q, k, v, g, beta, cu_seqlens)
+    fw = frameworks.of(q)
     gate = {"use_gate_in_kernel": use_gate_in_kernel, "A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound}
     options: dict[str, Any] = {
         "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
@@ -56,19 +59,34 @@ def recurrent_kda(
         "state_v_first": state_v_first,
     }
     check_options(op, g, scale=scale, **gate, **options)
-    named = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias, "initial_state": initial_state}
+    named = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "g": g,
+        "beta": beta,
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+        "initial_state": initial_state,
+    }
     for name, x in named.items():
         if frameworks.is_tensor(x) and fw.needs_grad(x):
-            checks.bad_value(op, name, "not need a gradient", "requires_grad=True", "this operator is inference only; train with chunk_kda")
-    backends.choose(op, "eager" if backend == "auto" else backend, q)
+            checks.bad_value(
+                op,
+                name,
+                "not need a gradient",
+                "requires_grad=True",
+                "this operator is inference only; train with chunk_kda",
+            )
+    token_by_token = AVAILABLE[op][backends.choose(op, backend, AVAILABLE[op], q)]
     call = {"scale": scale, "cu_seqlens": cu_seqlens, **gate, **options}
     with fw.no_grad():
         if state_indices is None:
             if initial_state is not None:
                 check_state(op, "initial_state", initial_state, q, sizes, v_first=state_v_first)
-            return _token_by_token(q, k, v, g, beta, initial_state=initial_state, **call)
+            return token_by_token(q, k, v, g, beta, initial_state=initial_state, **call)
         _check_pool(op, initial_state, state_indices, q, sizes, v_first=state_v_first)
-        return _with_pool((q, k, v, g, beta), initial_state, state_indices, call), None
+        return _with_pool(token_by_token, (q, k, v, g, beta), initial_state, state_indices, call), None
 
 
 def _check_pool(op: str, pool: Any, indices: Any, q: Any, sizes: Sizes, *, v_first: bool) -> None:
@@ -91,8 +109,12 @@ def _check_pool(op: str, pool: Any, indices: Any, q: Any, sizes: Sizes, *, v_fir
             checks.bad_value(op, "state_indices", "name every slot at most once", used)
 
 
-def _with_pool(tokens: tuple[Any, ...], pool: Any, indices: Any, call: dict[str, Any]) -> Any:
-    """Gather states, run, write them back; a padding sequence computes on zeros and is dropped by selects, never by branches."""
+def _with_pool(
+    token_by_token: Callable[..., Any], tokens: tuple[Any, ...], pool: Any, indices: Any, call: dict[str, Any]
+) -> Any:
+    """Gather states, run, write them back; a padding sequence computes on zeros and is dropped by selects, never by
+    branches.
+    """
     q, _, v, _, _ = tokens
     fw, call = frameworks.of(q), {**call, "output_final_state": True}
     live = indices >= 0  # [N]
@@ -100,7 +122,7 @@ def _with_pool(tokens: tuple[Any, ...], pool: Any, indices: Any, call: dict[str,
     slots = fw.maximum(fw.cast(indices, "int64"), 0)
     dtype = "float64" if fw.dtype_name(q) == "float64" else "float32"
     states = fw.where(live_state, fw.cast(fw.take(pool, slots, 0), dtype), 0.0)
-    o, final = _token_by_token(*tokens, initial_state=states, **call)
+    o, final = token_by_token(*tokens, initial_state=states, **call)
     _write_slots(fw, pool, slots, fw.cast(final, fw.dtype_name(pool)), live)
     if call["cu_seqlens"] is None:
         return fw.where(live_state, o, fw.zeros((), like=o))
@@ -108,7 +130,9 @@ def _with_pool(tokens: tuple[Any, ...], pool: Any, indices: Any, call: dict[str,
 
 
 def _write_slots(fw: Any, pool: Any, slots: Any, states: Any, live: Any) -> None:
-    """pool[slots[n]] = states[n] where live, in place, without asking which: a padding row repeats the write of a live one."""
+    """pool[slots[n]] = states[n] where live, in place, without asking which: a padding row repeats the write of a live
+    one.
+    """
     source = fw.where(live, fw.arange(fw.shape(slots)[0], like=slots), fw.argmax(live))
     slots, states = fw.take(slots, source, 0), fw.take(states, source, 0)
     fw.put_rows_(pool, slots, fw.where(fw.any(live), states, fw.take(pool, slots, 0)))

@@ -11,6 +11,7 @@ Source: Kimi Linear, arXiv 2510.26692, equation 1. fp64 for fp64 inputs, else fp
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from openkda import frameworks
@@ -45,7 +46,7 @@ def chunk_kda(
     sequences = [(b, 0, T) for b in range(B)]  # (batch row, first token, one past the last)
     if cu_seqlens is not None:
         offsets = fw.to_list(cu_seqlens)
-        sequences = [(0, start, end) for start, end in zip(offsets, offsets[1:], strict=False)]
+        sequences = [(0, start, end) for start, end in itertools.pairwise(offsets)]
 
     outputs, states = [], []
     for n, (b, start, end) in enumerate(sequences):

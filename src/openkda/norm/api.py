@@ -8,6 +8,10 @@ from openkda import backends, checks
 from openkda.norm import eager, reference
 
 ACTIVATIONS = ("sigmoid", "silu")
+AVAILABLE = {  # best first
+    "l2norm": {"eager": eager.l2norm, "reference": reference.l2norm},
+    "rms_norm_gated": {"eager": eager.rms_norm_gated, "reference": reference.rms_norm_gated},
+}
 
 
 def l2norm(x: Any, eps: float = 1e-6, *, backend: str = "auto") -> Any:
@@ -24,9 +28,9 @@ def l2norm(x: Any, eps: float = 1e-6, *, backend: str = "auto") -> Any:
         backend that cannot run.
     Numerics: fp32 inside (fp64 for fp64 inputs).
     """
-    run = backends.choose("l2norm", backend, {"eager": eager.l2norm, "reference": reference.l2norm})
-    _check_rows("l2norm", x, eps)
-    return run(x, eps)
+    op = "l2norm"
+    _check_rows(op, x, eps)
+    return AVAILABLE[op][backends.choose(op, backend, AVAILABLE[op], x)](x, eps)
 
 
 def rms_norm_gated(x: Any, gate: Any, weight: Any, *, activation: str, eps: float = 1e-5, backend: str = "auto") -> Any:
@@ -47,7 +51,6 @@ def rms_norm_gated(x: Any, gate: Any, weight: Any, *, activation: str, eps: floa
     Numerics: fp32 inside (fp64 for fp64 inputs).
     """
     op = "rms_norm_gated"
-    run = backends.choose(op, backend, {"eager": eager.rms_norm_gated, "reference": reference.rms_norm_gated})
     _check_rows(op, x, eps)
     checks.floating(op, "gate", gate)
     checks.shape(op, "gate", gate, tuple(x.shape), "[.., D]", "one gate per entry of x")
@@ -55,6 +58,7 @@ def rms_norm_gated(x: Any, gate: Any, weight: Any, *, activation: str, eps: floa
     checks.shape(op, "weight", weight, (int(x.shape[-1]),), "[D]", "one entry per channel of x's last axis")
     checks.choice(op, "activation", activation, ACTIVATIONS)
     checks.same_device(op, "x", x, gate=gate, weight=weight)
+    run = AVAILABLE[op][backends.choose(op, backend, AVAILABLE[op], x)]
     return run(x, gate, weight, activation=activation, eps=eps)
 
 
