@@ -127,7 +127,7 @@ def reshape(x: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def permute(x: Tensor, axes: Sequence[int]) -> Tensor:
-    return x.permute(axes)
+    return x.permute(*axes)
 
 
 def swap(x: Tensor) -> Tensor:
@@ -228,7 +228,7 @@ def nan_to_num(x: Tensor) -> Tensor:
 
 
 # ---- sums, products, search
-def sum(x: Tensor, axis: int | Sequence[int], *, keepdim: bool = False) -> Tensor:
+def sum(x: Tensor, axis: int | tuple[int, ...], *, keepdim: bool = False) -> Tensor:
     return x.sum(axis, keepdim=keepdim)
 
 

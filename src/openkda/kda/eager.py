@@ -61,7 +61,10 @@ def chunk_kda(
     fw = frameworks.of(q)
     dtype, out_dtype, (B, T, H, K), HV = state_dtype(fw, q), fw.dtype_name(v), fw.shape(q), fw.shape(v)[2]
     if T == 0:
-        return _no_tokens(fw, v, initial_state, K, dtype, output_final_state, state_v_first)
+        N = B if cu_seqlens is None else fw.shape(cu_seqlens)[0] - 1
+        size = (N, HV, fw.shape(v)[3], K) if state_v_first else (N, HV, K, fw.shape(v)[3])
+        state = fw.zeros(size, like=v, dtype=dtype) if initial_state is None else initial_state * 1.0
+        return v * 1.0, state if output_final_state else None
     chunks = Chunks(fw, v, T, cu_seqlens)
     q, k, v, g, beta = (fw.cast(chunks.split(x), dtype) for x in (q, k, v, g, fw.reshape(beta, (B, T, HV, 1))))
 
@@ -88,15 +91,6 @@ def chunk_kda(
 
     o = fw.cast(chunks.join(o), out_dtype)
     return o, (fw.swap(S_last) if state_v_first else S_last) if output_final_state else None
-
-
-def _no_tokens(
-    fw: ModuleType, v: Any, initial_state: Any | None, K: int, dtype: str, output_final_state: bool, v_first: bool
-) -> tuple[Any, Any | None]:
-    B, _, HV, V = fw.shape(v)
-    if initial_state is None and output_final_state:
-        initial_state = fw.zeros((B, HV, V, K) if v_first else (B, HV, K, V), like=v, dtype=dtype)
-    return v * 1.0, initial_state * 1.0 if output_final_state else None
 
 
 # ---------------------------------------------------------------- tokens <-> chunks

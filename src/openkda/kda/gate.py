@@ -17,9 +17,7 @@ from openkda import checks, frameworks, packing
 
 
 class Softplus:
-    """log(1 + exp(z)), right at any z: no overflow above 88, no rounding to 0 below -16, derivative sigmoid(z)
-    everywhere.
-    """
+    """log(1 + exp(z)): no overflow above 88, no rounding to 0 below -16, and its derivative sigmoid(z) everywhere."""
 
     @staticmethod
     def forward(fw: ModuleType, ctx: Any, z: Any) -> Any:
@@ -33,7 +31,7 @@ class Softplus:
 
 
 class Sigmoid:
-    """1 / (1 + exp(-z)), with derivative s(z) s(-z): s (1 - s) would be 0 in fp32 from z = 17 on, where e^-17 is right."""
+    """1 / (1 + exp(-z)), with derivative s(z) s(-z): s (1 - s) is 0 in fp32 from z = 17 on, where e^-17 is right."""
 
     @staticmethod
     def forward(fw: ModuleType, ctx: Any, z: Any) -> Any:
@@ -47,9 +45,7 @@ class Sigmoid:
 
 
 def activate(raw: Any, A_log: Any, dt_bias: Any | None, lower_bound: float | None, dtype: str = "float32") -> Any:
-    """Log-decay [.., HV, K] of raw [.., HV, K] in `dtype`, without checks; A_log [HV], dt_bias [HV, K] or [HV*K] or
-    None.
-    """
+    """Log-decay [.., HV, K] of raw [.., HV, K], in `dtype`. Arguments as in `kda_gate`, unchecked."""
     fw = frameworks.of(raw)
     HV, K = fw.shape(raw)[-2:]
     z = fw.cast(raw, dtype)
