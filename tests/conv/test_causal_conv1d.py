@@ -241,6 +241,15 @@ def test_no_state_is_returned_unless_asked_for():
     assert causal_conv1d(torch.randn(1, 8, 2), torch.randn(2, 4))[1] is None
 
 
+@pytest.mark.parametrize("W", [2, 4])
+@pytest.mark.parametrize("offsets", [None, [0, 100]], ids=["dense", "packed"])
+def test_final_state_holds_no_more_memory_than_its_own(offsets: list[int] | None, W: int):
+    cu = None if offsets is None else torch.tensor(offsets)
+    _, state = causal_conv1d(torch.randn(1, 100, 8), torch.randn(8, W), output_final_state=True, cu_seqlens=cu)
+    assert state is not None
+    assert state.untyped_storage().nbytes() == 8 * (W - 1) * 4
+
+
 def test_backends_agree_through_the_public_function():
     inputs, dy, dstate = draw_case("packed", activation="silu")
     results = [run(causal_conv1d, inputs | {"backend": name}, dy, dstate) for name in ("auto", "eager", "reference")]

@@ -67,7 +67,8 @@ class _Dense:
         return y
 
     def final_state(self) -> Any:
-        return self.fw.swap(self.line[:, self.T :])
+        # A copy: a view would keep the whole line alive for as long as a cache keeps the state.
+        return self.fw.copy(self.fw.swap(self.line[:, self.T :]))
 
 
 class _Packed:
