@@ -177,6 +177,11 @@ def take(x: Tensor, index: Tensor, axis: int) -> Tensor:
     return x.index_select(axis, index)
 
 
+def copy(x: Tensor) -> Tensor:
+    """The same values in memory of their own, rows in order."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def diagonal(x: Tensor) -> Tensor:
     """[.., C, C] -> [.., C]"""
     return x.diagonal(dim1=-2, dim2=-1)
