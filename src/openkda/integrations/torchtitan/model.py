@@ -1,0 +1,222 @@
+"""Kimi Linear as a torchtitan model: experts, the block, the decoder.
+
+The configuration tree equals the module tree, so `layers.0.kda.q_proj` names both. Attention is in kda.py and mla.py.
+
+Suffixes of tensor names: B batch, L tokens of a row, D model width, E experts, F width of an expert, R tokens routed to
+experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common import RMSNorm
+from torchtitan.models.common.attention import VarlenAttention, create_varlen_metadata_for_document
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.feed_forward import FeedForward
+from torchtitan.models.common.moe import GroupedExperts, MoE
+from torchtitan.models.common.token_dispatcher import update_ep_token_dispatcher_config
+from torchtitan.models.utils import get_moe_model_nparams_and_flops
+from torchtitan.protocols.module import Module
+
+from openkda.integrations.torchtitan import require_torchtitan
+from openkda.integrations.torchtitan.cpu import MaskedAttention, block_causal_mask
+from openkda.integrations.torchtitan.decode import DecodeCache, KDACache, MLACache
+from openkda.integrations.torchtitan.kda import KDA, document_offsets
+from openkda.integrations.torchtitan.mla import MLA
+
+require_torchtitan()
+
+# Keys of the mask dictionary, one for each kind of layer, and names of the two mixers in a block.
+ATTENTION = "attention"
+KDA_LAYER = "kda"
+
+
+class Experts(GroupedExperts):
+    """Grouped experts with a choice of dtype.
+
+    torchtitan computes routed experts in bf16 even when everything else is fp32. expert_dtype "float32" computes them
+    in the dtype of the weights instead: slower, and what comparisons with other implementations need.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        expert_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.expert_dtype = config.expert_dtype
+
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        if self.expert_dtype == "bfloat16":
+            return super().forward(x_RD, num_tokens_per_expert_E)
+        w1_EFD, w2_EDF, w3_EFD = (
+            (w.to_local() if isinstance(w, DTensor) else w).float() for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
+        )
+        offsets_E = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
+        x = x_RD.float()
+        h_RF = F.silu(self._grouped_mm(A=x, B_t=w1_EFD.transpose(-2, -1), offs=offsets_E))
+        h_RF = h_RF * self._grouped_mm(A=x, B_t=w3_EFD.transpose(-2, -1), offs=offsets_E)
+        return self._grouped_mm(A=h_RF, B_t=w2_EDF.transpose(-2, -1), offs=offsets_E).type_as(x_RD)
+
+
+class KimiLinearBlock(Module):
+    """x + mixer(norm(x)), then x + ffn(norm(x)); the mixer is `kda` or `attention`, the ffn `feed_forward` or `moe`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        attention_norm: RMSNorm.Config
+        kda: KDA.Config | None = None
+        attention: MLA.Config | None = None
+        ffn_norm: RMSNorm.Config
+        feed_forward: FeedForward.Config | None = None
+        moe: MoE.Config | None = None
+
+        def __post_init__(self) -> None:
+            if (self.kda is None) == (self.attention is None):
+                raise ValueError("KimiLinearBlock: exactly one of kda and attention must be set")
+            if (self.feed_forward is None) == (self.moe is None):
+                raise ValueError("KimiLinearBlock: exactly one of feed_forward and moe must be set")
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.attention_norm = config.attention_norm.build()
+        if config.kda is not None:
+            self.kda = config.kda.build()
+        if config.attention is not None:
+            self.attention = config.attention.build()
+        self.ffn_norm = config.ffn_norm.build()
+        if config.feed_forward is not None:
+            self.feed_forward = config.feed_forward.build()
+        self.moe_enabled = config.moe is not None  # read by torchtitan's FSDP and load-balancing code
+        if config.moe is not None:
+            self.moe = config.moe.build()
+        self.mixer_name = ATTENTION if config.kda is None else KDA_LAYER
+
+    def forward(
+        self,
+        x_BLD: torch.Tensor,
+        attention_masks: Mapping[str, Any] | None = None,
+        positions: torch.Tensor | None = None,
+        *,
+        cache: KDACache | MLACache | None = None,
+    ) -> torch.Tensor:
+        mask = None if attention_masks is None else attention_masks[self.mixer_name]
+        mixer = getattr(self, self.mixer_name)
+        x_BLD = x_BLD + mixer(self.attention_norm(x_BLD), mask, cache=cache)
+        ffn = self.moe if self.moe_enabled else self.feed_forward
+        return x_BLD + ffn(self.ffn_norm(x_BLD))
+
+
+class KimiLinearModel(Decoder):
+    """The decoder; which layer has KDA and which MLA is decided by the layer configs."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Decoder.Config):
+        def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
+            """Apply run-time settings.
+
+            Replaces Decoder.Config.update_from_config, which reads and resizes the rotary embedding of every attention
+            layer and fails on a model that has none. Without rotation no sequence length is built into the model.
+            """
+            # Here, not at the top: sharding.py needs the classes of this file.
+            from openkda.integrations.torchtitan.sharding import set_kimi_linear_sharding_config
+
+            parallelism = config.parallelism
+            update_ep_token_dispatcher_config(self, config)
+            force_balance = getattr(getattr(config, "debug", None), "moe_force_load_balance", False)
+            for layer in self.layers:
+                _check_heads(layer, parallelism.tensor_parallel_degree)
+                if layer.moe is not None:
+                    layer.moe.router._debug_force_load_balance = force_balance
+            set_kimi_linear_sharding_config(
+                self,
+                enable_sp=parallelism.enable_sequence_parallel,
+                enable_ep=parallelism.expert_parallel_degree > 1,
+            )
+
+        def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+            """Parameters in all, and floating-point operations a token for forward and backward.
+
+            torchtitan's count covers weights and the quadratic attention of the MLA layers. A KDA layer adds, per token
+            and head, S^T k, the rank-one update and S^T q: 6 K V forward, three times that with the backward.
+            """
+            mla = cast(MLA.Config | None, self.first_attention)
+            head_dims = 0 if mla is None else mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim
+            num_params, flops = get_moe_model_nparams_and_flops(
+                self, model, 0 if mla is None else mla.n_heads, head_dims, seq_len
+            )
+            kda_layers = [layer.kda for layer in self.layers if layer.kda is not None]
+            return num_params, flops + sum(3 * 6 * kda.num_heads * kda.head_dim**2 for kda in kda_layers)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        attention_masks: Mapping[str, Any] | None = None,
+        *,
+        cache: DecodeCache | None = None,
+    ) -> torch.Tensor:
+        """Logits `[B, L, vocabulary]`.
+
+        Args:
+            tokens: Token ids, `[B, L]` (hidden states on later pipeline stages).
+            positions: Position of every token in its document, `[B, L]`; None makes each row one document.
+            attention_masks: From get_attention_masks; built here when positions are given and this is not.
+            cache: From init_cache; the tokens then continue what the cache has seen, and it is updated in place.
+        """
+        if cache is not None:
+            return self._forward_cached(tokens, cache)
+        if attention_masks is None and positions is not None:
+            attention_masks = self.get_attention_masks(positions)
+        return super().forward(tokens, positions, attention_masks)  # pyright: ignore[reportArgumentType]
+
+    def _forward_cached(self, tokens: torch.Tensor, cache: DecodeCache) -> torch.Tensor:
+        h_BLD = self.tok_embeddings(tokens)
+        for layer, layer_cache in zip(self.layers.values(), cache.layers, strict=True):
+            h_BLD = layer(h_BLD, cache=layer_cache)
+        cache.length += tokens.shape[1]
+        return self.lm_head(self.norm(h_BLD))
+
+    def init_cache(self, batch_size: int, *, max_length: int) -> DecodeCache:
+        """An empty cache for batch_size rows of at most max_length tokens each (only MLA layers need the limit)."""
+        weight = self.tok_embeddings.weight
+
+        def buffer(width: int) -> torch.Tensor:
+            return torch.zeros(batch_size, max_length, width, dtype=weight.dtype, device=weight.device)
+
+        return DecodeCache(
+            layers=[
+                KDACache()
+                if layer.attention is None
+                else MLACache(buffer(layer.attention.kv_lora_rank), buffer(layer.attention.qk_rope_head_dim))
+                for layer in self.config.layers
+            ]
+        )
+
+    def get_attention_masks(self, positions: torch.Tensor) -> Mapping[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One mask for each kind of layer: block-causal for MLA, document offsets for KDA."""
+        mla = self.config.first_attention
+        if mla is None:
+            mask = None
+        elif isinstance(mla.inner_attention, MaskedAttention.Config):
+            mask = block_causal_mask(positions)
+        elif isinstance(mla.inner_attention, VarlenAttention.Config):
+            mask = create_varlen_metadata_for_document(positions)
+        else:
+            mask = self._create_flex_attention_mask_for_document(positions, mla)
+        return {ATTENTION: mask, KDA_LAYER: document_offsets(positions)}
+
+
+def _check_heads(layer: KimiLinearBlock.Config, tensor_parallel_degree: int) -> None:
+    heads = layer.kda.num_heads if layer.kda is not None else layer.attention.n_heads  # pyright: ignore[reportOptionalMemberAccess]
+    if heads % tensor_parallel_degree != 0:
+        raise ValueError(
+            f"kimi_linear: tensor_parallel_degree must divide the number of heads {heads}, got {tensor_parallel_degree}"
+        )
