@@ -10,39 +10,45 @@ never imports a tensor library itself. Three rules, each with a test:
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 from typing import Any
 
 
-def _torch() -> ModuleType:
-    from openkda.frameworks import torch
+def _torch(x: Any) -> ModuleType | None:
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(x, torch.Tensor):
+        return None
+    import openkda.frameworks.torch as namespace
 
-    return torch
+    return namespace
 
 
-# Import statements, not importlib, and no lru_cache: torch.compile traces through the former and stops at the latter.
-SUPPORTED = {"torch": _torch}
+# Written so that torch.compile can trace the search: isinstance and an import statement; no cache, no importlib, and no
+# look at the attributes of a type.
+_SEARCH = {"torch": _torch}
 
 
-def _of_type(kind: type) -> ModuleType | None:
-    for base in kind.__mro__:
-        load = SUPPORTED.get(base.__module__.split(".", 1)[0])
-        if load is not None:
-            return load()
+def _find(x: Any) -> ModuleType | None:
+    for search in _SEARCH.values():
+        namespace = search(x)
+        if namespace is not None:
+            return namespace
     return None
 
 
 def is_tensor(x: Any) -> bool:
     """True for a tensor of a supported library."""
-    kind = type(x)
-    return hasattr(kind, "shape") and hasattr(kind, "dtype") and _of_type(kind) is not None
+    return _find(x) is not None
 
 
 def of(x: Any) -> ModuleType:
     """The namespace of the library that owns tensor x; TypeError for anything else."""
-    namespace = _of_type(type(x)) if hasattr(type(x), "shape") else None
+    namespace = _find(x)
     if namespace is None:
-        raise TypeError(
-            f"openkda: expected a tensor of {' or '.join(SUPPORTED)}, got {type(x).__module__}.{type(x).__name__}"
-        )
+        raise TypeError(f"openkda: expected a tensor of {' or '.join(_SEARCH)}, got {_kind(x)}")
     return namespace
+
+
+def _kind(x: Any) -> str:
+    return f"{type(x).__module__}.{type(x).__name__}"

@@ -8,6 +8,7 @@ input. dtypes travel as strings ("float32").
 from __future__ import annotations
 
 import builtins
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 NAME = "torch"
+_SELF = sys.modules[__name__]
 _DTYPES = {
     name: getattr(torch, name)
     for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
@@ -269,32 +271,24 @@ def put_rows_(x: Tensor, index: Tensor, rows: Tensor) -> None:
 
 
 # ---- autograd
-_FUNCTIONS: dict[type, type] = {}
-
-
 def custom(spec: type, *args: Any) -> Any:
     """Run `spec.forward(fw, ctx, *args)` with `spec.backward(fw, ctx, *grads)` as its derivative.
 
     One gradient (or None) per argument comes back from backward. ctx has save_for_backward, saved_tensors,
     needs_input_grad and free attributes.
     """
-    function = _FUNCTIONS.get(spec)
-    if function is None:
-        function = _FUNCTIONS[spec] = _make_function(spec)
-    return function.apply(*args)
+    return _Custom.apply(*args, spec)
 
 
-def _make_function(spec: type) -> type:
-    import openkda.frameworks.torch as fw
+class _Custom(torch.autograd.Function):
+    """One class for every spec: torch.compile traces this one, and stops where a class is made at run time."""
 
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *args: Any) -> Any:
-            return spec.forward(fw, ctx, *args)
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        ctx.spec = args[-1]
+        return ctx.spec.forward(_SELF, ctx, *args[:-1])
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            return spec.backward(fw, ctx, *grads)
-
-    Function.__name__ = Function.__qualname__ = spec.__name__
-    return Function
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        result = ctx.spec.backward(_SELF, ctx, *grads)
+        return (*result, None) if isinstance(result, tuple) else (result, None)
