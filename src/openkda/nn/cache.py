@@ -1,0 +1,50 @@
+"""What a KDA layer remembers between calls while decoding: constant in size, however long the text."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class KDALayerState(NamedTuple):
+    """The state of one layer for N sequences."""
+
+    q_conv: Tensor  # [N, H*K, W-1]   last inputs of each convolution, oldest first, in their dtype
+    k_conv: Tensor  # [N, H*K, W-1]
+    v_conv: Tensor  # [N, HV*V, W-1]
+    recurrent: Tensor  # [N, HV, K, V]  fp32
+
+
+class KDACache:
+    """The states of all KDA layers of a model, by layer index; give the same object to every call.
+
+        cache = KDACache()
+        y = layer(prompt, cache=cache)       # [B, T, D]: fills the cache
+        y = layer(next_token, cache=cache)   # [B, 1, D]: reads and replaces it
+
+    A call either replaces the states of its layer or, when it raises, leaves them as they were.
+    """
+
+    def __init__(self) -> None:
+        self.states: dict[int, KDALayerState] = {}
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def get(self, layer_idx: int) -> KDALayerState | None:
+        """The state of a layer; None before its first call."""
+        return self.states.get(layer_idx)
+
+    def set(self, layer_idx: int, state: KDALayerState) -> None:
+        """Replace the state of a layer."""
+        self.states[layer_idx] = state
+
+    def select(self, index: Tensor) -> None:
+        """Keep the sequences named by index (int64 `[N']`), in its order: beam search, or dropping what has ended."""
+        for layer_idx, state in self.states.items():
+            self.states[layer_idx] = KDALayerState(*(x.index_select(0, index) for x in state))
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.states.clear()
