@@ -43,11 +43,13 @@ def _load(
     """Tile [ROWS, COLS] of a matrix x [.., WIDTH] from (row, column); 0 from row HEIGHT and from column WIDTH on."""
     if TMA:  # tiles then divide WIDTH, and ROWS == HEIGHT
         return x.load([row.to(tl.int32), column])
-    o_r, o_c = tl.arange(0, ROWS), column + tl.arange(0, COLS)
-    p = x + (row + o_r)[:, None] * WIDTH + o_c[None, :]
-    if HEIGHT == ROWS and WIDTH % COLS == 0:
-        return tl.load(p)
-    return tl.load(p, mask=(o_r < HEIGHT)[:, None] & (o_c < WIDTH)[None, :], other=0.0)
+    else:  # no early return: Triton compiles what follows one
+        o_r, o_c = tl.arange(0, ROWS), column + tl.arange(0, COLS)
+        p = x + (row + o_r)[:, None] * WIDTH + o_c[None, :]
+        if HEIGHT == ROWS and WIDTH % COLS == 0:
+            return tl.load(p)
+        else:
+            return tl.load(p, mask=(o_r < HEIGHT)[:, None] & (o_c < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
@@ -242,17 +244,17 @@ def _reverse_scan_bwd_kernel(
 # ---- launchers
 def _tile(stage: str, x: Any, *, K: int, V: int, work: int, batch_invariant: bool, tile: dict | None) -> dict[str, Any]:
     """Tile sizes and flags of one launch. x: a workspace; work: programs before V is split."""
-    fw = frameworks.of(x)
-    family = tuning.family_of(x)
-    settings = dict(tile or tuning.lookup(stage, family, work=0 if batch_invariant else work))
-    BK, BV = max(16, triton.next_power_of_2(K)), min(settings.pop("BV"), max(16, triton.next_power_of_2(V)))
-    fp32 = fw.dtype_name(x) == "float32"
-    if (
-        fp32
-    ):  # twice the bytes, three passes a dot: one stage and the narrowest tile keep it in shared memory everywhere
-        BV, settings["num_stages"] = 16, 1
+    BK = max(16, triton.next_power_of_2(K))
+    fp32 = frameworks.of(x).dtype_name(x) == "float32"
+    if tile is not None:
+        settings = dict(tile)
+    elif fp32 or BK > 128:
+        settings = tuning.general(K=BK, fp32=fp32)
+    else:
+        settings = tuning.lookup(stage, tuning.family_of(x), work=0 if batch_invariant else work)
+    BV = min(settings.pop("BV"), max(16, triton.next_power_of_2(V)))
     # a descriptor clips at the ends of the tensor, not of a head: only for tiles that divide K and V
-    TMA = settings.pop("TMA", False) and not fp32 and BK == K and V % BV == 0
+    TMA = settings.pop("TMA") and BK == K and V % BV == 0 and int(x.shape[0]) > 0
     return {
         "K": K,
         "V": V,
@@ -301,7 +303,8 @@ def scan_fwd(
         _scan_fwd_kernel[(layout.N * HV * -(-V // BV),)](
             _matrix(w, CHUNK, BK, TMA), _matrix(u, CHUNK, BV, TMA), _matrix(kg, CHUNK, BK, TMA),
             _matrix(qg, CHUNK, BK, TMA), _matrix(aqk, CHUNK, CHUNK, TMA), decay, initial_state, o, final_state,
-            checkpoints, layout.cu_seqlens, layout.T, HV, *fw.strides(o)[:3], M=GROUP, V_FIRST=state_v_first, PACKED=layout.packed, **t,
+            checkpoints, layout.cu_seqlens, layout.T, HV, *fw.strides(o)[:3],
+            M=GROUP, V_FIRST=state_v_first, PACKED=layout.packed, **t,
         )  # fmt: skip
 
 

@@ -18,27 +18,32 @@ MEASURED = {90: "NVIDIA H200, torch 2.11.0, triton 3.6.0"}
 Row = tuple[float, dict[str, Any]]
 ANY = float("inf")
 
-_SMALL: list[Row] = [(ANY, {"BV": 32, "num_warps": 4, "num_stages": 1})]
+
+def _row(BV: int, num_warps: int, num_stages: int, TMA: bool = False) -> dict[str, Any]:
+    return {"BV": BV, "num_warps": num_warps, "num_stages": num_stages, "TMA": TMA}
+
 
 TABLES: dict[str, dict[int, list[Row]]] = {
-    # Serial over chunks, parallel over sequences, heads and V tiles: narrow tiles while they fill the GPU.
+    # Serial over chunks, parallel over sequences, heads and V tiles: the widest tile that still fills 132 SMs, until
+    # there is more than a wave of programs anyway.
     "scan_fwd": {
-        80: [(ANY, {"BV": 32, "num_warps": 4, "num_stages": 2})],
-        89: _SMALL,
-        90: [(ANY, {"BV": 32, "num_warps": 4, "num_stages": 3})],
-        100: [(ANY, {"BV": 32, "num_warps": 4, "num_stages": 3})],
+        80: [(ANY, _row(32, 4, 2))],
+        89: [(ANY, _row(32, 4, 1))],
+        90: [(16, _row(16, 4, 3, TMA=True)), (33, _row(32, 4, 3, TMA=True)), (ANY, _row(64, 4, 3, TMA=True))],
+        100: [(ANY, _row(32, 4, 2))],
     },
+    # Four chunks a program: enough programs at any size, so wide tiles, which load w and kg less often.
     "rescan_fwd": {
-        80: [(ANY, {"BV": 64, "num_warps": 4, "num_stages": 2})],
-        89: _SMALL,
-        90: [(ANY, {"BV": 64, "num_warps": 4, "num_stages": 2})],
-        100: [(ANY, {"BV": 64, "num_warps": 4, "num_stages": 2})],
+        80: [(ANY, _row(64, 4, 2))],
+        89: [(ANY, _row(64, 4, 1))],
+        90: [(ANY, _row(64, 4, 2, TMA=True))],
+        100: [(ANY, _row(64, 4, 2))],
     },
     "reverse_scan_bwd": {
-        80: [(ANY, {"BV": 32, "num_warps": 4, "num_stages": 2})],
-        89: _SMALL,
-        90: [(ANY, {"BV": 32, "num_warps": 4, "num_stages": 3})],
-        100: [(ANY, {"BV": 32, "num_warps": 4, "num_stages": 3})],
+        80: [(ANY, _row(32, 4, 2))],
+        89: [(ANY, _row(32, 4, 1))],
+        90: [(33, _row(32, 4, 3)), (66, _row(64, 4, 2, TMA=True)), (ANY, _row(128, 8, 2, TMA=True))],
+        100: [(ANY, _row(32, 4, 2))],
     },
 }
 
@@ -52,8 +57,13 @@ def family_of(x: Any) -> int:
 
 
 def lookup(stage: str, family: int, *, work: int) -> dict[str, Any]:
-    """Settings of a stage for a call of this size; a new dict at each call."""
+    """Settings of a stage for a call of this size, K <= 128 and 16-bit operands; a new dict at each call."""
     for limit, settings in TABLES[stage][family]:
         if work <= limit:
             return dict(settings)
     raise KeyError(f"tuning: {stage} must have a last row for any size, got none for sm_{family}")
+
+
+def general(*, K: int, fp32: bool) -> dict[str, Any]:
+    """Settings of the scans for all other calls: narrow tiles, nothing prefetched, shared memory for any family."""
+    return _row(16 if fp32 else 32, 8 if K > 128 else 4, 1)
