@@ -30,7 +30,7 @@ def digest(tensors: dict[str, Tensor]) -> str:
     sha = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         sha.update(name.encode())
-        sha.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        sha.update(bytes(tensor.contiguous().view(torch.uint8).flatten().tolist()))
     return sha.hexdigest()
 
 
