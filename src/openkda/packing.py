@@ -14,6 +14,8 @@ alone, so it never waits for the device and a recorded CUDA graph stays right wh
 from __future__ import annotations
 
 import functools
+import inspect
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -87,36 +89,63 @@ def _token_rows(cu: Any, first_chunk: Any, tokens: int, capacity: int, C: int) -
 def tensor_cache(fn: Fn) -> Fn:
     """Remember the last results of a function of tensors; never stale when a tensor is edited in place.
 
-    A result is reused while every tensor argument is the same object at the same edit count and every other argument is
-    equal. At most 8 results are kept, and they keep their arguments alive. Where edits are not counted (inference mode)
-    nothing is kept.
+    A result is reused while every tensor argument is the same object at the same edit count, every other argument is
+    equal (passed by place or by name), and nobody has edited the result itself: a tensor or a tuple of tensors. At most
+    8 results are kept, and they keep their arguments alive. Where the library counts no edits nothing is kept
+    (inference mode); edits behind its back, through `.data` or shared NumPy memory, cannot be seen.
     """
-    kept: OrderedDict[Any, Any] = OrderedDict()
-
-    def key_of(value: Any) -> Any:
-        if not frameworks.is_tensor(value):
-            return value
-        return (id(value), frameworks.of(value).version_of(value))
-
-    def countable(value: Any) -> bool:
-        return not frameworks.is_tensor(value) or frameworks.of(value).version_of(value) >= 0
+    kept: OrderedDict[Any, tuple[Any, Any, Any]] = OrderedDict()
+    lock, signature = threading.Lock(), inspect.signature(fn)
 
     @functools.wraps(fn)
     def cached(*args: Any, **kwargs: Any) -> Any:
-        everything = (*args, *kwargs.values())
-        if not all(countable(x) for x in everything):
+        try:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            values = tuple(bound.arguments.values())
+            key = _identity(values)
+            hash(key)
+        except TypeError:  # arguments that fn itself will refuse
             return fn(*args, **kwargs)
-        key = (tuple(key_of(a) for a in args), tuple((n, key_of(a)) for n, a in sorted(kwargs.items())))
-        if key in kept:
-            kept.move_to_end(key)
-            return kept[key][1]
+        with lock:
+            _, result, edits = kept.get(key, (None, None, None))
+            if edits is not None and edits == _identity(result):
+                kept.move_to_end(key)
+                return result
         result = fn(*args, **kwargs)
-        kept[key] = (everything, result)  # holding the arguments keeps their ids from being given out again
-        while len(kept) > 8:
-            kept.popitem(last=False)
+        if _counts_edits(values) and _counts_edits(result):
+            with lock:
+                kept[key] = (
+                    values,
+                    result,
+                    _identity(result),
+                )  # its arguments too: their ids must not be given out again
+                kept.move_to_end(key)
+                while len(kept) > 8:
+                    kept.popitem(last=False)
         return result
 
     return cached  # type: ignore[return-value]
+
+
+def _identity(value: Any) -> Any:
+    """What tells a value from another one, and from itself after an edit."""
+    if isinstance(value, tuple):
+        return tuple(_identity(v) for v in value)
+    if not frameworks.is_tensor(value):
+        return (type(value), value)
+    return (id(value), frameworks.of(value).version_of(value))
+
+
+def _counts_edits(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(_counts_edits(v) for v in value)
+    return not frameworks.is_tensor(value) or frameworks.of(value).version_of(value) >= 0
+
+
+def _check_mask(op: str, mask: Any) -> None:
+    checks.tensor(op, "mask", mask)
+    checks.rank(op, "mask", mask, "[B, T]")
 
 
 @tensor_cache
@@ -128,8 +157,7 @@ def prepare_lens_from_mask(mask: Any) -> Any:
     Returns: int32 `[B]`, on the mask's device. No host synchronisation.
     Raises: ValueError if the mask is not two-dimensional.
     """
-    checks.tensor("prepare_lens_from_mask", "mask", mask)
-    checks.rank("prepare_lens_from_mask", "mask", mask, "[B, T]")
+    _check_mask("prepare_lens_from_mask", mask)
     fw = frameworks.of(mask)
     return fw.cast(fw.sum(fw.cast(mask != 0, "int32"), 1), "int32")
 
@@ -143,8 +171,8 @@ def prepare_cu_seqlens_from_mask(mask: Any) -> Any:
     Returns: int32 `[B+1]`, on the mask's device. No host synchronisation.
     Raises: ValueError if the mask is not two-dimensional.
     """
-    fw = frameworks.of(mask)
-    lens = prepare_lens_from_mask(mask)
+    _check_mask("prepare_cu_seqlens_from_mask", mask)
+    fw, lens = frameworks.of(mask), prepare_lens_from_mask(mask)
     return fw.pad(fw.cast(fw.cumsum(lens, 0), "int32"), 0, 1, 0)
 
 
