@@ -74,6 +74,10 @@ def gradients(layer: KimiDeltaAttention, y: Tensor, x: Tensor, dy: Tensor) -> di
     return {"y": y.detach()} | dict(zip(("dx", *(f"d{n}" for n in names)), grads, strict=True))
 
 
+def assert_same(got: Tensor, want: Tensor) -> None:
+    testing.assert_close({"y": got}, {"y": want}, testing.FP64_LIMIT)
+
+
 # ---- against plain torch
 @pytest.mark.parametrize("beta_scale", [1, 2])
 @pytest.mark.parametrize("gate", GATES)
@@ -82,10 +86,10 @@ def test_layer_matches_a_layer_written_out_in_plain_torch(gate: str, beta_scale:
     x, dy = torch.randn(2, 70, 24, dtype=F64, requires_grad=True), torch.randn(2, 70, 24, dtype=F64)
     got = gradients(layer, layer(x), x, dy)
     rows = [plain_layer(dict(layer.named_parameters()), row, GATES[gate], beta_scale) for row in x]
-    testing.assert_close(got, gradients(layer, torch.stack(rows), x, dy), 1e-11)
+    testing.assert_close(got, gradients(layer, torch.stack(rows), x, dy), testing.FP64_LIMIT)
 
 
-def test_fp32_layer_stays_within_1e_5_of_fp64():
+def test_fp32_layer_stays_within_the_fp32_limit_of_fp64():
     exact, x, dy = make(), torch.randn(2, 70, 24, dtype=F64), torch.randn(2, 70, 24, dtype=F64)
     layer = copy.deepcopy(exact).float()
     exact = copy.deepcopy(layer).double()  # the same rounded parameters
@@ -93,7 +97,7 @@ def test_fp32_layer_stays_within_1e_5_of_fp64():
     x64 = x.double().requires_grad_()
     x.requires_grad_()
     want = gradients(exact, exact(x64), x64, dy.double())
-    testing.assert_close(gradients(layer, layer(x), x, dy), want, 1e-5)
+    testing.assert_close(gradients(layer, layer(x), x, dy), want, testing.FP32_LIMIT)
 
 
 def test_bf16_layer_runs_and_every_parameter_has_a_finite_gradient():
@@ -118,7 +122,7 @@ def test_packed_and_padded_input_give_what_each_sequence_gives_alone():
 
     cu = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
     packed = layer(torch.cat(docs, 1), cu_seqlens=cu)
-    torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-12, atol=1e-12)
+    assert_same(packed, torch.cat(alone, 1))
 
     for side in ("right", "left"):  # and padding holds NaN
         x = torch.full((len(docs), longest, 24), float("nan"), dtype=F64)
@@ -127,7 +131,7 @@ def test_packed_and_padded_input_give_what_each_sequence_gives_alone():
             rows = slice(0, length) if side == "right" else slice(longest - length, longest)
             x[n, rows], mask[n, rows] = docs[n][0], 1
         y = layer(x, mask)
-        torch.testing.assert_close(y[mask.bool()], packed[0, :total], rtol=1e-12, atol=1e-12)
+        assert_same(y[mask.bool()], packed[0, :total])
         assert not y[~mask.bool()].any()
 
 
@@ -154,7 +158,7 @@ def test_padded_gradients_equal_those_of_the_sequences_alone():
 
 def test_mask_of_ones_changes_nothing():
     layer, x = make(), torch.randn(2, 9, 24, dtype=F64)
-    torch.testing.assert_close(layer(x, torch.ones(2, 9)), layer(x), rtol=1e-12, atol=1e-12)
+    assert_same(layer(x, torch.ones(2, 9)), layer(x))
 
 
 def test_all_padding_gives_zeros():
@@ -179,20 +183,20 @@ def test_cached_decoding_gives_the_full_forward(gate: str, prompt: int):
     with torch.no_grad():
         steps = [layer(x[:, :prompt], cache=cache)]
         steps += [layer(x[:, t : t + 1], cache=cache) for t in range(prompt, 70)]
-        torch.testing.assert_close(torch.cat(steps, 1), layer(x), rtol=1e-11, atol=1e-11)
+        assert_same(torch.cat(steps, 1), layer(x))
 
 
-def test_fp32_decoding_stays_within_1e_5_of_the_full_forward():
+def test_fp32_decoding_stays_within_the_fp32_limit_of_the_full_forward():
     layer, x, cache = make(torch.float32), torch.randn(2, 70, 24), KDACache()
     with torch.no_grad():
         steps = [layer(x[:, :40], cache=cache)] + [layer(x[:, t : t + 1], cache=cache) for t in range(40, 70)]
-        testing.assert_close({"y": torch.cat(steps, 1)}, {"y": layer(x)}, 1e-5)
+        testing.assert_close({"y": torch.cat(steps, 1)}, {"y": layer(x)}, testing.FP32_LIMIT)
 
 
 def test_prefill_may_come_in_pieces_of_any_size():
     layer, x, cache = make(), torch.randn(2, 70, 24, dtype=F64), KDACache()
     pieces = [layer(part, cache=cache) for part in x.split([1, 2, 0, 40, 27], 1)]
-    torch.testing.assert_close(torch.cat(pieces, 1), layer(x), rtol=1e-11, atol=1e-11)
+    assert_same(torch.cat(pieces, 1), layer(x))
 
 
 def test_batch_with_left_padding_decodes_like_each_row_alone():
@@ -210,7 +214,7 @@ def test_batch_with_left_padding_decodes_like_each_row_alone():
             got.append(layer(steps[:, t : t + 1], mask, cache=cache))
         for n, prompt in enumerate(prompts):
             want = layer(torch.cat([prompt, steps[n : n + 1]], 1))[:, -3:]
-            torch.testing.assert_close(torch.cat(got, 1)[n : n + 1], want, rtol=1e-11, atol=1e-11)
+            assert_same(torch.cat(got, 1)[n : n + 1], want)
 
 
 def test_finished_row_keeps_its_state_while_others_decode():
@@ -238,7 +242,7 @@ def test_packed_prompts_decode_together():
             layer(torch.cat([prompts[:, :4], step[:, :1]], 1)),
             layer(torch.cat([prompts[:, 4:], step[:, 1:]], 1)),
         )
-    torch.testing.assert_close(got, torch.cat([first[:, -1:], second[:, -1:]], 1), rtol=1e-11, atol=1e-11)
+    assert_same(got, torch.cat([first[:, -1:], second[:, -1:]], 1))
 
 
 def test_cache_selects_sequences_and_forgets():
@@ -249,7 +253,7 @@ def test_cache_selects_sequences_and_forgets():
         cache.select(torch.tensor([2, 0]))
         got = layer(step, cache=cache)
         want = layer(torch.cat([x[[2, 0]], step], 1))[:, -1:]
-    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+    assert_same(got, want)
     assert len(cache) == 1
     cache.reset()
     assert cache.get(0) is None
@@ -272,7 +276,7 @@ def test_gradient_flows_through_a_cache():
     layer(x[:, :7], cache=cache)
     (got,) = torch.autograd.grad(layer(x[:, 7:], cache=cache).sum(), x)
     (want,) = torch.autograd.grad(layer(x)[:, 7:].sum(), x)
-    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+    assert_same(got, want)
 
 
 # ---- parameters
@@ -388,7 +392,7 @@ def test_layer_takes_its_number_of_heads_from_its_weights():
                 continue  # replicated
             p.data = p.data.chunk(2, 1 if name == "o_proj.weight" else 0)[rank]
         parts.append(part(x))
-    torch.testing.assert_close(parts[0] + parts[1], whole(x), rtol=1e-12, atol=1e-12)
+    assert_same(parts[0] + parts[1], whole(x))
 
 
 def test_activation_checkpointing_gives_the_same_gradients():
