@@ -8,8 +8,9 @@ input. dtypes travel as strings ("float32").
 from __future__ import annotations
 
 import builtins
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -184,6 +185,11 @@ def copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def contiguous(x: Tensor) -> Tensor:
+    """x itself where its rows are in order already."""
+    return x.contiguous()
+
+
 def diagonal(x: Tensor) -> Tensor:
     """[.., C, C] -> [.., C]"""
     return x.diagonal(dim1=-2, dim2=-1)
@@ -292,3 +298,46 @@ class _Custom(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         result = ctx.spec.backward(_SELF, ctx, *grads)
         return (*result, None) if isinstance(result, tuple) else (result, None)
+
+
+# ---- operators that compilers see as one
+_REGISTERED: set[str] = set()
+
+
+def operator(spec: Any) -> Callable[..., tuple]:
+    """The function of a custom operator: one node for torch.compile, autograd and CUDA graphs.
+
+    spec has NAME, SCHEMA (in the language of torch.library) and forward(fw, *args) -> results; fake(fw, *args) makes
+    empty results of the right sizes. With a derivative it also has keep(args, results) -> (tensors, others), which
+    says what backward(fw, tensors, others, needs_input_grad, *grads) gets; without, NO_DERIVATIVE says why not.
+    """
+    _register(spec)
+    return getattr(torch.ops.openkda, spec.NAME)
+
+
+@torch.compiler.assume_constant_result  # torch.compile runs this while it traces, and does not trace it
+def _register(spec: Any) -> bool:
+    if spec.NAME in _REGISTERED:
+        return True
+    _REGISTERED.add(spec.NAME)
+    name = f"openkda::{spec.NAME}"
+
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        tensors, ctx.others = spec.keep(inputs, output)
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        return spec.backward(_SELF, ctx.saved_tensors, ctx.others, ctx.needs_input_grad, *grads)
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError(spec.NO_DERIVATIVE)
+
+    torch.library.define(name, spec.SCHEMA)
+    torch.library.impl(name, ("cpu", "cuda"))(functools.partial(spec.forward, _SELF))
+    torch.library.register_fake(name, functools.partial(spec.fake, _SELF))
+    if hasattr(spec, "backward"):
+        torch.library.register_autograd(name, backward, setup_context=setup_context)
+    else:
+        torch.library.register_autograd(name, refuse)
+    return True
