@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from openkda import backends, checks
 from openkda.conv import causal_conv1d
 
 
@@ -20,6 +21,7 @@ class ShortConvolution(nn.Module):
         bias: Have a bias.
         activation: "silu" or None.
         backend: As in `causal_conv1d`.
+    Raises: ValueError for an unknown activation or backend, or a width below 1.
     """
 
     def __init__(
@@ -34,6 +36,10 @@ class ShortConvolution(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        checks.choice("ShortConvolution", "activation", activation, (None, "silu"))
+        checks.choice("ShortConvolution", "backend", backend, backends.NAMES)
+        if kernel_size < 1:
+            checks.bad_value("ShortConvolution", "kernel_size", "be at least 1", kernel_size)
         self.hidden_size, self.kernel_size = hidden_size, kernel_size
         self.activation, self.backend = activation, backend
         self.weight = nn.Parameter(torch.empty(hidden_size, 1, kernel_size, device=device, dtype=dtype))

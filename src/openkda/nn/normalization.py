@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from openkda import backends, checks
 from openkda.norm import rms_norm_gated
+from openkda.norm.api import ACTIVATIONS
 
 
 class FusedRMSNormGated(nn.Module):
@@ -16,6 +18,7 @@ class FusedRMSNormGated(nn.Module):
         activation: "sigmoid" (Kimi Linear) or "silu"; there is no default, since libraries differ in theirs.
         eps: Added to the mean of squares.
         backend: As in `rms_norm_gated`.
+    Raises: ValueError for an unknown activation or backend, or eps <= 0.
     """
 
     def __init__(
@@ -29,6 +32,9 @@ class FusedRMSNormGated(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        checks.choice("FusedRMSNormGated", "activation", activation, ACTIVATIONS)
+        checks.choice("FusedRMSNormGated", "backend", backend, backends.NAMES)
+        checks.positive("FusedRMSNormGated", "eps", eps)
         self.hidden_size, self.activation, self.eps, self.backend = hidden_size, activation, eps, backend
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
         self.reset_parameters()
