@@ -1,0 +1,471 @@
+"""Run torchtitan's trainer for `openkda train`: configuration in, console out. Imports torch; train.py does not."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import importlib
+import io
+import logging
+import math
+import os
+import re
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torchtitan.components.metrics import BaseLogger, LoggerContainer, _get_metrics_rank
+from torchtitan.config import ConfigManager
+from torchtitan.observability import structured_logger
+from torchtitan.trainer import Trainer
+
+from openkda.cli import bigram
+from openkda.cli.errors import INTERRUPTED, UserError
+from openkda.cli.progress import Progress
+from openkda.cli.train import Request
+from openkda.integrations.torchtitan import cpu
+from openkda.integrations.torchtitan.data import TextDataLoader, check_length, count_heldout, first_bytes, load_corpus
+from openkda.integrations.torchtitan.documents import DataError
+from openkda.integrations.torchtitan.tokenizer import ByteTokenizer, FileTokenizer
+from openkda.integrations.torchtitan.validate import HeldOutValidator
+
+# Environment of a single process that torchrun did not start; port 0 lets the system choose a free one.
+SINGLE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+# ---- configuration ---------------------------------------------------------------------------------------------------
+
+
+def load_config(request: Request) -> Trainer.Config:
+    """torchtitan's configuration: the named one, adapted to local text, then the options meant for torchtitan.
+
+    Raises: UserError for an unknown configuration or option, DataError for a bad tokenizer.
+    """
+    registry = _registry(request.module)
+    names = getattr(registry, "__all__", None) or _functions(registry)
+    if request.config not in names:
+        raise UserError(f"--config must be one of {', '.join(sorted(names))}, got {request.config}")
+    manager = _AdaptedConfig(request)
+    args = ["--module", request.module, "--config", request.config, *request.flags]
+    if request.help_all:
+        args.append("--help")
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return cast(Trainer.Config, manager.parse_args(args))
+    except DataError:
+        raise
+    except ValueError as error:  # checks of one option against another
+        raise UserError(_one_line(error)) from error
+    except SystemExit as done:
+        if not done.code:  # after --help
+            raise
+        raise UserError(_first_sentence(said.getvalue())) from done
+
+
+def _functions(registry: Any) -> list[str]:
+    own = (n for n, f in vars(registry).items() if getattr(f, "__module__", "") == registry.__name__ and callable(f))
+    return [n for n in own if not n.startswith("_")]
+
+
+def _registry(module: str) -> Any:
+    # Imported here first: torchtitan's own lookup hides why an import failed.
+    for name in (f"{module}.config_registry", f"torchtitan.models.{module}.config_registry"):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not name.startswith(error.name):
+                raise
+    raise UserError(f"--module {module}: has no config_registry")
+
+
+class _AdaptedConfig(ConfigManager):
+    """torchtitan's configuration manager; between the named configuration and the options it puts our defaults."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__()
+        self.request = request
+
+    def _load_config(self, args: list[str]) -> tuple[Any, list[str]]:
+        config, rest = super()._load_config(args)
+        adapt(cast(Trainer.Config, config), self.request)
+        return config, rest
+
+
+def adapt(config: Trainer.Config, request: Request) -> None:
+    """Point a configuration at the request's text, tokenizer and folder, with checkpoints that can be resumed."""
+    config.dump_folder = str(request.output)
+    if request.steps is not None:
+        config.training.steps = request.steps
+    if request.tokenizer is not None:
+        config.tokenizer = FileTokenizer.Config(path=str(request.tokenizer))
+    elif not isinstance(config.tokenizer, ByteTokenizer.Config):
+        config.tokenizer = ByteTokenizer.Config()
+    data = None if request.data is None else str(request.data)
+    if not isinstance(config.dataloader, TextDataLoader.Config):
+        config.dataloader = TextDataLoader.Config()
+    config.dataloader.dataset_path = data
+    if not isinstance(config.validator, HeldOutValidator.Config):
+        config.validator = HeldOutValidator.Config(freq=max(10, config.training.steps // 2))
+    assert isinstance(config.validator.dataloader, TextDataLoader.Config)
+    config.validator.dataloader.dataset_path = data
+    config.validator.enable = True
+    config.checkpoint.enable = True
+    config.checkpoint.last_save_model_only = False
+    config.checkpoint.load_step = -1 if request.resume_step is None else request.resume_step
+    config.metrics.enable_tensorboard = True
+    config.metrics.disable_color_printing = True  # the log is a file
+    if config.debug.seed is None:
+        config.debug.seed = 0  # a run that can be repeated, unless another seed is asked for
+    if not torch.cuda.is_available():
+        config.training.disable_cuda_graphs = True
+        config.metrics.log_freq = 1  # reading the loss costs nothing here
+    _fit_vocabulary(config)
+
+
+def _fit_vocabulary(config: Trainer.Config) -> None:
+    """Give the model an embedding for every token of the tokenizer; a larger one it has already is kept."""
+    assert config.model_spec is not None
+    model: Any = config.model_spec.model
+    needed = config.tokenizer.build(tokenizer_path="").get_vocab_size()
+    if model.vocab_size < needed:
+        model.vocab_size = needed
+        model.tok_embeddings.num_embeddings = needed
+        model.lm_head.out_features = needed
+
+
+def _first_sentence(box: str) -> str:
+    """What tyro wrote on stderr, as one line: the fault, and the option it thinks was meant.
+
+    It writes a title, then paragraphs with rules between them, inside a box where the terminal is UTF-8.
+    """
+    lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines()[1:]]
+    paragraphs = "\n".join("" if not line.strip("─-") else line for line in lines).strip().split("\n\n")
+    fault = " ".join(paragraphs[0].split()) or "torchtitan rejects the options"
+    meant = re.search(r"Perhaps you meant.*?(--[\w.-]+)", " ".join(lines))
+    return f"{fault}; " + (f"perhaps you meant {meant.group(1)}; " if meant else "") + "see --help-all"
+
+
+# ---- the run ---------------------------------------------------------------------------------------------------------
+
+
+def train(request: Request) -> int:
+    """Train, or go on training, and say how it went. Returns the exit code."""
+    cpu.install()
+    try:
+        config = load_config(request)
+        if request.resume_step is not None and request.resume_step >= config.training.steps:
+            at = f"step {request.resume_step} of {config.training.steps}"
+            raise UserError(f"{request.output} is already at {at}; ask for more with --steps")
+        text = _describe_text(config)
+        request.output.mkdir(parents=True, exist_ok=True)
+        with _environment(), _log_file(request) as log, _tidy():
+            structured_logger.init_structured_logger(
+                source="training", output_dir=config.dump_folder, enable=config.debug.enable_structured_logging
+            )
+            trainer = _build(config, log)
+            try:
+                return _Session(trainer, request, text, log).go()
+            finally:
+                trainer.close()
+    except DataError as error:
+        raise UserError(str(error)) from error
+
+
+def _build(config: Trainer.Config, log: Path) -> Any:
+    owner = type(config)._owner
+    assert owner is not None
+    try:
+        return _stoppable(owner)(config)
+    except DataError:
+        raise
+    except (ValueError, NotImplementedError, AssertionError) as error:  # torchtitan's checks of option against option
+        logging.getLogger(__name__).exception("building the trainer failed")
+        raise UserError(f"{_one_line(error)} (details in {log})") from error
+
+
+def _one_line(error: Exception) -> str:
+    """The message of an error on one line; of an assertion without a message, the condition."""
+    text = " ".join(str(error).split())
+    return text or f"torchtitan wants {traceback.extract_tb(error.__traceback__)[-1].line}"
+
+
+def _stoppable(trainer: type[Any]) -> type[Any]:
+    """torchtitan's trainer class, with a way to leave its loop early and a call before its first step."""
+
+    class Stoppable(trainer):
+        stop_requested = False
+        before_first_step: Any = None
+
+        def should_continue_training(self) -> bool:
+            if self.before_first_step is not None:  # the checkpoint is loaded by now, and no step is taken yet
+                call, self.before_first_step = self.before_first_step, None
+                call()
+            return super().should_continue_training() and not self._all_stop()
+
+        def _all_stop(self) -> bool:
+            """Whether any rank was told to stop. All must agree, or the others would wait for it for ever."""
+            if dist.get_world_size() == 1:
+                return self.stop_requested
+            if self.step % self.config.metrics.log_freq:  # asked as often as the loss is read, which waits anyway
+                return False
+            flag = torch.tensor(int(self.stop_requested), device=self.device)
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+            self.stop_requested = bool(flag)
+            return self.stop_requested
+
+    return Stoppable
+
+
+@dataclasses.dataclass(frozen=True)
+class _Text:
+    """What is known about the text before training."""
+
+    summary: str
+    labels_per_byte: float
+    bigram_bits: float
+
+
+def _describe_text(config: Trainer.Config) -> _Text:
+    loader = config.validator.dataloader
+    assert isinstance(loader, TextDataLoader.Config)
+    corpus = load_corpus(loader.dataset_path, loader.heldout_fraction)
+    measured = first_bytes(corpus.heldout, loader.heldout_bytes)
+    if not measured:
+        raise DataError(f"{loader.dataset_path}: is too short to hold text out")
+    tokenizer = config.tokenizer.build(tokenizer_path="")
+    check_length(corpus.train, tokenizer, config.training.seq_len, loader.dataset_path or "default text")
+    labels, size = count_heldout(loader, tokenizer)
+    train_texts = (corpus.train[i].text for i in range(len(corpus.train)))
+    return _Text(
+        summary=f"{_count(len(corpus.train), 'document')} to train on, {_count(size, 'byte')} held out",
+        labels_per_byte=labels / size,
+        bigram_bits=bigram.bits_per_byte(train_texts, (d.text for d in measured)),
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+class _Session:
+    """One training run as the user sees it: lines before, a progress line during, one line at the end."""
+
+    def __init__(self, trainer: Any, request: Request, text: _Text, log: Path) -> None:
+        self.trainer, self.request, self.text, self.log = trainer, request, text, log
+        config = trainer.config
+        rank = _get_metrics_rank(
+            parallel_dims=trainer.parallel_dims, pp_schedule=config.parallelism.pipeline_parallel_schedule
+        )
+        self.progress = Progress(config.training.steps, quiet=dist.get_rank() != rank)
+        self.metrics = _Metrics(self)
+        self.tensorboard: BaseLogger = trainer.metrics_processor.logger
+        self.folder = Path(config.dump_folder) / config.checkpoint.folder
+        self.start_step = 0
+
+    def go(self) -> int:
+        trainer, say = self.trainer, self.progress.say
+        loggers = LoggerContainer()
+        loggers.add_logger(self.tensorboard)
+        loggers.add_logger(self.metrics)
+        trainer.metrics_processor.logger = loggers
+        trainer.before_first_step = self._begin
+        with _signals(self._stop):
+            trainer.train()
+            self.progress.stop()
+            if trainer.stop_requested:
+                return self._interrupted()
+            if self.metrics.heldout_step != trainer.step:
+                self._evaluate(f"after {trainer.step} steps")
+        m = self.metrics
+        say(
+            f"openkda train: loss {m.first_loss:.4f} -> {m.last_loss:.4f}, {m.heldout_bits:.3f} bits/byte on held-out "
+            f"text, {m.mean_tokens_per_s:,.0f} tokens/s, checkpoint {self.folder / f'step-{trainer.step}'}"
+        )
+        return 0
+
+    def _begin(self) -> None:
+        """After the checkpoint is loaded, before the first step."""
+        trainer, request = self.trainer, self.request
+        self.start_step = trainer.step
+        if dist.get_rank() == 0:
+            request.record().save(self.folder, request.tokenizer)
+        parameters = sum(p.numel() for part in trainer.model_parts for p in part.parameters())
+        source = request.data or "the reference topics of Python"
+        say = self.progress.say
+        say(f"{request.config}: {parameters:,} parameters; text: {source}, {self.text.summary}")
+        say(
+            f"output: {request.output} (log in {self.log.name}, TensorBoard in {trainer.config.metrics.save_tb_folder})"
+        )
+        if self.start_step:
+            say(f"resumed from step {self.start_step}")
+        if trainer.should_continue_training():
+            self._evaluate(f"before step {self.start_step + 1}")
+            self.progress.start()
+        self.metrics.start(self.start_step)
+
+    def _evaluate(self, when: str) -> None:
+        self.metrics.label = when
+        self.trainer.validator.validate(self.trainer.model_parts, self.trainer.step)
+
+    def _stop(self) -> None:
+        self.trainer.stop_requested = True
+        self.progress.say("stopping after this step, with a checkpoint; press Ctrl-C again to leave at once")
+
+    def _interrupted(self) -> int:
+        trainer, say = self.trainer, self.progress.say
+        if trainer.step == self.start_step:
+            say("openkda train: stopped before the first step; nothing to save")
+            return INTERRUPTED
+        trainer.checkpointer.save(trainer.step, last_step=True)
+        trainer.checkpointer.maybe_wait_for_saving()
+        say(
+            f"openkda train: stopped at step {trainer.step} of {trainer.config.training.steps}, checkpoint "
+            f"{self.folder / f'step-{trainer.step}'}; go on with: openkda train --resume {self.request.output}"
+        )
+        return INTERRUPTED
+
+
+class _Metrics(BaseLogger):
+    """Receives what torchtitan logs and turns it into the progress line and the figures of the last line."""
+
+    def __init__(self, session: _Session) -> None:
+        self.session = session
+        self.first_loss = self.last_loss = self.heldout_bits = math.nan
+        self.heldout_step = -1
+        self.label: str | None = None
+        self.tokens, self.seconds, self.steps = 0.0, 0.0, 0
+
+    def start(self, step: int) -> None:
+        self.step = step
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        if "validation_metrics/loss" in metrics:
+            self._log_heldout(metrics["validation_metrics/loss"], step)
+        elif "loss_metrics/global_avg_loss" in metrics:
+            self._log_training(metrics, step)
+
+    @property
+    def mean_tokens_per_s(self) -> float:
+        """Over the whole run, all ranks together, measuring and saving left out."""
+        return self.tokens / self.seconds if self.seconds else math.nan
+
+    def _log_training(self, metrics: dict[str, Any], step: int) -> None:
+        session = self.session
+        loss = metrics["loss_metrics/global_avg_loss"]
+        if math.isnan(self.first_loss):
+            self.first_loss = loss
+        self.last_loss = loss
+        steps, self.step = step - self.step, step
+        # torchtitan's figure is per device of a data-parallel rank's group; the ranks together see this many tokens a
+        # second.
+        tokens_per_s = metrics["throughput(tps)"] * dist.get_world_size()
+        seconds = metrics["time_metrics/end_to_end(s)"] * session.trainer.config.metrics.log_freq
+        self.tokens, self.seconds, self.steps = (
+            self.tokens + tokens_per_s * seconds,
+            self.seconds + seconds,
+            self.steps + steps,
+        )
+        session.progress.update(
+            step,
+            loss=loss,
+            bits=loss / math.log(2) * session.text.labels_per_byte,
+            tokens_per_s=tokens_per_s,
+            eta_s=(session.progress.total - step) * self.seconds / self.steps,
+        )
+
+    def _log_heldout(self, loss: float, step: int) -> None:
+        session = self.session
+        self.heldout_bits = loss / math.log(2) * session.text.labels_per_byte
+        self.heldout_step = step
+        when, self.label = self.label or f"after {step} steps", None
+        session.progress.say(
+            f"held-out text, {when}: {self.heldout_bits:.3f} bits/byte (a bigram model: {session.text.bigram_bits:.3f})"
+        )
+        session.tensorboard.log({"heldout/bits_per_byte": self.heldout_bits}, step)
+
+
+# ---- surroundings ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _environment() -> Iterator[None]:
+    """The variables torch.distributed wants, for a process that torchrun did not start; torchtitan adds others."""
+    before = dict(os.environ)
+    if "RANK" not in os.environ:
+        os.environ.update(SINGLE_PROCESS)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _log_file(request: Request) -> Iterator[Path]:
+    """Send torchtitan's log, which uses the root logger, and Python warnings to a file in the output folder."""
+    rank = int(os.environ.get("RANK", "0"))
+    path = request.output / ("train.log" if rank == 0 else f"train-rank{rank}.log")
+    root = logging.getLogger()
+    handlers: list[logging.Handler] = [logging.FileHandler(path)]
+    if request.verbose:
+        handlers.append(logging.StreamHandler(sys.stdout))
+    level = root.level
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    try:
+        yield path
+    finally:
+        logging.captureWarnings(False)
+        root.setLevel(level)
+        for handler in handlers:
+            root.removeHandler(handler)
+            handler.close()
+
+
+@contextlib.contextmanager
+def _tidy() -> Iterator[None]:
+    """Leave the process as it was: torchtitan joins a process group and takes garbage collection into its own hands."""
+    collected = gc.isenabled()
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if collected:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _signals(stop: Any) -> Iterator[None]:
+    """Call `stop` at the first SIGINT or SIGTERM; the second has its usual effect."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+        yield
+        return
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    before = {kind: signal.getsignal(kind) for kind in kinds}
+
+    def restore() -> None:
+        for kind in kinds:
+            signal.signal(kind, before[kind])
+
+    def handle(number: int, frame: Any) -> None:
+        restore()
+        stop()
+
+    for kind in kinds:
+        signal.signal(kind, handle)
+    try:
+        yield
+    finally:
+        restore()
