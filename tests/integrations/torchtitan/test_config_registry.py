@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import ConfigManager
 from torchtitan.trainer import Trainer
 
+from openkda.integrations import torchtitan as integration
 from openkda.integrations.torchtitan import config_registry
 
 NAMES = config_registry.__all__
@@ -83,3 +88,35 @@ def test_decay_parameters_are_fp32_in_a_bf16_model() -> None:
     kda = model.layers["0"].kda
     assert kda.q_proj.weight.dtype == torch.bfloat16
     assert kda.decay.A_log.dtype == kda.decay.dt_bias.dtype == torch.float32
+
+
+@pytest.mark.parametrize("found", ["0.2.1", "0.4.0rc1"])
+def test_another_torchtitan_is_refused_with_the_command_to_install_the_right_one(
+    monkeypatch: pytest.MonkeyPatch, found: str
+) -> None:
+    monkeypatch.setattr(integration, "version", lambda name: found)
+    with pytest.raises(ImportError, match=rf"must be 0\.3\.0, got {found}; .*pip install 'openkda\[torchtitan\]'"):
+        integration.require_torchtitan()
+
+
+def test_public_names_are_found_and_others_are_not() -> None:
+    for name in integration.__all__:
+        assert getattr(integration, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'Mamba'"):
+        integration.Mamba  # noqa: B018
+
+
+@pytest.mark.slow
+def test_torchtitans_own_launcher_trains_on_a_cpu(tmp_path: Path) -> None:
+    one_process = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    flags = ["--training.steps", "1", "--training.seq_len", "64", "--dump_folder", str(tmp_path)]
+    module = ["--module", "openkda.integrations.torchtitan", "--config", "kimi_linear_tiny"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torchtitan.train", *module, *flags],
+        env={**os.environ, **one_process},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "Training completed" in done.stdout

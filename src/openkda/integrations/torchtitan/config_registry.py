@@ -1,6 +1,7 @@
 """Training configurations: `openkda train --config NAME`, or torchtitan's own launcher with this module.
 
-Every function returns a torchtitan Trainer.Config; any of its fields can be set from the command line.
+Every function returns a torchtitan Trainer.Config; any of its fields can be set from the command line. It also installs
+what torchtitan needs on this machine (cpu.py), so that both launchers work everywhere.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.trainer import Trainer
 
+from openkda.integrations.torchtitan import cpu
 from openkda.integrations.torchtitan.builders import model_registry
 from openkda.integrations.torchtitan.data import TextDataLoader
 from openkda.integrations.torchtitan.tokenizer import ByteTokenizer
@@ -44,6 +46,7 @@ def kimi_linear_tiny_bounded() -> Trainer.Config:
 
 
 def _tiny(flavor: str) -> Trainer.Config:
+    cpu.install()
     model_spec = model_registry(flavor, attention_backend="masked")
     return Trainer.Config(
         model_spec=model_spec,
@@ -75,6 +78,7 @@ def kimi_linear_debug() -> Trainer.Config:
 
     Attention is FlexAttention where there is an accelerator and masked attention on a CPU.
     """
+    cpu.install()
     backend = "flex" if torch.accelerator.is_available() else "masked"
     model_spec = model_registry("debug", attention_backend=backend)
     return Trainer.Config(
@@ -98,6 +102,7 @@ def kimi_linear_debug() -> Trainer.Config:
 
 def kimi_linear_48b_a3b() -> Trainer.Config:
     """Kimi Linear 48B-A3B: 48 billion parameters, 3 billion of them used by a token. Give it data and a tokenizer."""
+    cpu.install()
     model_spec = model_registry("48B-A3B", attention_backend="flex")
     return Trainer.Config(
         model_spec=model_spec,
