@@ -315,7 +315,6 @@ def operator(spec: Any) -> Callable[..., tuple]:
     return getattr(torch.ops.openkda, spec.NAME)
 
 
-@torch.compiler.assume_constant_result  # torch.compile runs this while it traces, and does not trace it
 def _register(spec: Any) -> bool:
     if spec.NAME in _REGISTERED:
         return True
@@ -341,3 +340,8 @@ def _register(spec: Any) -> bool:
     else:
         torch.library.register_autograd(name, refuse)
     return True
+
+
+# torch.compile runs _register while it traces, and does not trace it: what torch.compiler.assume_constant_result sets,
+# which would import torch._dynamo, and with it triton, in every program that uses an operator (torch 2.13).
+_register._dynamo_marked_constant = True  # type: ignore[attr-defined]
