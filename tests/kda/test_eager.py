@@ -345,7 +345,34 @@ def test_eager_of_no_tokens_returns_the_state_bitwise(packed):
     assert not result["dA_log"].any()
 
 
-# ---- infinities
+@pytest.mark.parametrize("fn", [eager.chunk_kda, testing.oracles.reference.chunk_kda], ids=["eager", "reference"])
+@pytest.mark.parametrize("T", [0, 1])
+def test_final_state_has_memory_of_its_own(T, fn):
+    inputs = testing.make_inputs(T=T, dtype="float32")
+    before = inputs.initial_state.clone()
+    _, final = fn(*inputs.args, **inputs.kwargs)
+    final.fill_(7)
+    assert torch.equal(inputs.initial_state, before)
+
+
+# ---- the ends of the number range
+def test_fp16_inputs_meet_a_large_state_and_a_tiny_gradient():
+    # A state of 65536 is infinite in fp16, a gradient of 2**-25 is 0 there: neither may be narrowed.
+    inputs = testing.make_inputs(T=70, gate="slow", dtype="float16", beta=0.01)
+    inputs = replace(
+        inputs,
+        q=1e-4 * inputs.q,
+        initial_state=torch.full_like(inputs.initial_state, 65536.0),
+        grad_o=torch.zeros_like(inputs.grad_o),
+        grad_final_state=torch.full_like(inputs.grad_final_state, 2.0**-25),
+    )
+    result = testing.run(eager.chunk_kda, inputs)
+    assert all(x.isfinite().all() for x in result.values())
+    wide = {name: result[name] for name in ("final_state", "dinitial_state")}
+    exact = testing.oracle(inputs)
+    testing.assert_close(wide, {name: exact[name] for name in wide}, testing.FP32_LIMIT)
+
+
 def test_eager_takes_minus_infinity_as_the_strongest_gate():
     inputs = testing.make_inputs(T=130, K=12, gate="beside")
     infinite = replace(inputs, g=torch.where(inputs.g < -1, -torch.inf, inputs.g))

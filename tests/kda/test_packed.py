@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from openkda import chunk_kda, recurrent_kda, testing
 
@@ -184,3 +185,42 @@ def test_checking_values_takes_nan_in_the_tail(monkeypatch):
     inputs = testing.make_inputs(T=20, gate="given", cu_seqlens=[0, 10])
     o, _ = chunk_kda(*inputs.args, **inputs.kwargs)
     assert o.isfinite().all()
+
+
+# ---- no host synchronisation
+@pytest.mark.parametrize("gate", ["softplus", "bounded", "given"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_chunk_kda_reads_no_value_on_the_host(packed, gate):
+    # Tensors on the meta device have no values: whoever asks for one raises. Shapes alone carry the call, both ways.
+    inputs = testing.make_inputs(
+        T=150,
+        H=1,
+        HV=2,
+        K=8,
+        V=12,
+        gate=gate,
+        cu_seqlens=[0, 0, 70, 130] if packed else None,
+        use_qk_l2norm_in_kernel=True,
+    )
+    meta = inputs.to(torch.float32, "meta")
+    result = testing.run(chunk_kda, meta, backend="eager")
+    want = run(inputs)
+    assert {name: x.shape for name, x in result.items()} == {name: x.shape for name, x in want.items()}
+
+
+@pytest.mark.parametrize("end", [150, 100])
+def test_one_call_fits_every_boundary(end):
+    # What a recorded graph relies on: the same operations on the same shapes, whatever the offsets hold.
+    names: list[list[str]] = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names[-1].append(str(func))
+            return func(*args, **kwargs or {})
+
+    for offsets in ([0, 0, 70, 150], [0, 10, 11, end], [0, 0, 0, 0]):
+        inputs = testing.make_inputs(T=150, H=1, K=8, cu_seqlens=offsets)
+        names.append([])
+        with Record():
+            run(inputs)
+    assert names[0] == names[1] == names[2]

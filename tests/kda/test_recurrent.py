@@ -240,3 +240,28 @@ def test_recurrent_kda_refuses_a_bad_pool(change, error, message):
     arguments = {"initial_state": torch.zeros(4, 2, 16, 16), "state_indices": torch.tensor([0, 1])} | change
     with pytest.raises(error, match=f"^recurrent_kda: {message}"):
         recurrent_kda(*inputs.args, **arguments)
+
+
+@pytest.mark.parametrize(
+    "indices, message",
+    [
+        ([0, 4], "state_indices must be below the pool's 4 slots, got 4"),
+        ([2, 2], r"state_indices must name every slot at most once, got \[2, 2\]"),
+    ],
+    ids=["beyond the pool", "twice"],
+)
+def test_pool_rows_are_checked_on_request(indices, message, monkeypatch):
+    monkeypatch.setenv("OPENKDA_CHECK", "1")
+    inputs = testing.make_inputs(B=2, T=1, dtype="float32", gate="given")
+    pool = torch.zeros(4, 2, 16, 16)
+    with pytest.raises(ValueError, match=f"^recurrent_kda: {message}"):
+        recurrent_kda(*inputs.args, initial_state=pool, state_indices=torch.tensor(indices))
+
+
+def test_padding_may_come_more_than_once_when_checked(monkeypatch):
+    monkeypatch.setenv("OPENKDA_CHECK", "1")
+    inputs = testing.make_inputs(B=3, T=1, dtype="float32", gate="given")
+    pool = torch.ones(1, 2, 16, 16)
+    o, _ = recurrent_kda(*inputs.args, initial_state=pool, state_indices=torch.tensor([-1, -1, -1]))
+    assert not o.any()
+    assert (pool == 1).all()
