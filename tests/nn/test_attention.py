@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import openkda
 from openkda import testing
 from openkda.nn import KDACache, KimiDeltaAttention
 
@@ -109,6 +110,29 @@ def test_bf16_layer_runs_and_every_parameter_has_a_finite_gradient():
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
         assert parameter.grad.abs().sum() > 0, name
+
+
+def test_operator_keeps_its_precision_under_autocast():
+    def mixed(*args: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return openkda.chunk_kda(*args, **options)
+
+    inputs = testing.make_inputs(T=70, dtype="float32")
+    want, got = testing.run(openkda.chunk_kda, inputs), testing.run(mixed, inputs)
+    for name in want:
+        assert torch.equal(got[name], want[name]), name
+
+
+def test_fp32_layer_trains_under_autocast():
+    layer, x = make(torch.float32), torch.randn(2, 70, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    y.float().square().sum().backward()
+    assert y.dtype == torch.bfloat16
+    assert layer.A_log.grad is not None
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in layer.parameters())
+    # bf16 has 8 bits; a layer whose state were rounded as well would be off by several times as much
+    assert testing.relative_rms(y, layer(x)) < 2**-6
 
 
 # ---- dense = packed = padded
