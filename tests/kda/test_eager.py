@@ -355,6 +355,17 @@ def test_final_state_has_memory_of_its_own(T, fn):
     assert torch.equal(inputs.initial_state, before)
 
 
+def test_eager_chooses_its_own_precision_inside_autocast():
+    # The region holds the forward only, as torch asks for.
+    def autocast(*args: Tensor, **kwargs: object) -> object:
+        with torch.autocast("cpu", torch.bfloat16):
+            return eager.chunk_kda(*args, **kwargs)
+
+    inputs = testing.make_inputs(T=70, dtype="float32")
+    inside, outside = testing.run(autocast, inputs), testing.run(eager.chunk_kda, inputs)
+    assert all(torch.equal(x, outside[name]) for name, x in inside.items())
+
+
 # ---- the ends of the number range
 def test_fp16_inputs_meet_a_large_state_and_a_tiny_gradient():
     # A state of 65536 is infinite in fp16, a gradient of 2**-25 is 0 there: neither may be narrowed.

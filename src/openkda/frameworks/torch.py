@@ -251,7 +251,7 @@ def cumsum(x: Tensor, axis: int) -> Tensor:
 
 def matmul(x: Tensor, y: Tensor) -> Tensor:
     """x @ y in the dtype of the operands, inside an autocast region too: operators choose their own precision."""
-    if torch.is_autocast_enabled(x.device.type):
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # there is no autocast, nor asking, on meta
         with torch.autocast(x.device.type, enabled=False):
             return x @ y
     return x @ y
