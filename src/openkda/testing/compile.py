@@ -49,6 +49,7 @@ def compile_for(
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     if not isinstance(kernel, triton.runtime.JITFunction):
         raise TypeError(
@@ -60,7 +61,7 @@ def compile_for(
         raise ValueError(f"compile_for: signature must name every argument, got none for {missing}")
     full = {n: "constexpr" if n in constants else signature[n] for n in names}
     is_aligned = [full[n].startswith("*") or n in (aligned or ()) for n in names]
-    source = ASTSource(
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
         kernel,
         signature=full,
         constexprs={(i,): constants[n] for i, n in enumerate(names) if n in constants},

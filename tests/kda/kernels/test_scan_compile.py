@@ -4,7 +4,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-from openkda.kda.kernels import scan, tuning
+from triton.experimental.gluon import language as gl
+
+from openkda.kda.kernels import scan, scan_hopper, tuning
 from openkda.testing.compile import SHARED_LIMIT, report
 
 K = V = 128
@@ -55,3 +57,35 @@ def test_scans_fit_shared_memory_elsewhere(stage, arch):
     for _, tile in tuning.TABLES[stage][arch]:
         used = scan_report(stage, arch, tile)
         assert used.shared <= SHARED_LIMIT[arch], used
+
+
+def hopper_report(stage, tile):
+    kernel = getattr(scan_hopper, f"_{stage}_hopper_kernel")
+    BV = tile["BV"]
+    tiles = dict.fromkeys(("w_desc", "kg_desc", "qg_desc"), (64, 128)) | dict.fromkeys(("o_desc", "do_desc"), (64, BV))
+    tiles |= dict.fromkeys(("u_desc", "dv_desc"), (64, BV)) | {"aqk_desc": (64, 64)}
+    tiles |= dict.fromkeys(("checkpoints_desc", "ds_desc"), (128, BV))
+    signature = {}
+    for name, shape in tiles.items():
+        layout = gl.NVMMASharedLayout.get_default_for(list(shape), gl.bfloat16)
+        signature[name] = f"tensordesc<bf16{list(shape)},{layout!r}>"
+    flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    signature |= {"decay_desc": f"tensordesc<fp32[128],{flat!r}>", "o": "*bf16", "cu_seqlens": "*i64"}
+    signature |= dict.fromkeys(FP32[1:], "*fp32") | dict.fromkeys(("T", "HV"), "i32")
+    constants = {**tile, "M": 4, "INITIAL": True, "FINAL": True, "CHECKPOINTS": True, "V_FIRST": False, "PACKED": True}
+    names = kernel.arg_names
+    return report(
+        kernel,
+        {n: t for n, t in signature.items() if n in names},
+        {n: c for n, c in constants.items() if n in names},
+        90,
+        num_warps=BV // 16,
+    )
+
+
+@pytest.mark.parametrize("stage", ["scan_fwd", "reverse_scan_bwd"])
+def test_hopper_scans_do_not_spill(stage):
+    for _, tile in tuning.TABLES[stage + "_hopper"][90]:
+        used = hopper_report(stage, tile)
+        assert used.spill_stores == used.spill_loads == used.wgmma_notes == 0, used
+        assert used.shared <= SHARED_LIMIT[90], used
