@@ -280,6 +280,22 @@ def put_rows_(x: Tensor, index: Tensor, rows: Tensor) -> None:
     x.index_copy_(0, index, rows)
 
 
+def add_to_half_(x: Tensor, h: int, half: int, y: Tensor, factor: Tensor | None = None) -> None:
+    """x [.., C, D] in blocks of 2h rows: the first (half = 0) or last (1) h rows of each += y [.., C / 2h, h, D].
+
+    In place; y is multiplied by factor if there is one. x is contiguous.
+    """
+    *lead, C, D = x.shape
+    part = x.view(*lead, C // (2 * h), 2, h, D).select(-3, half)
+    part.add_(y) if factor is None else part.addcmul_(y, factor)
+
+
+def add_to_last_rows_(x: Tensor, h: int, rows: Tensor) -> None:
+    """x [.., C, D] in blocks of h rows: the last row of each += rows [.., C / h, D], in place. x is contiguous."""
+    *lead, C, D = x.shape
+    x.view(*lead, C // h, h, D)[..., -1, :].add_(rows)
+
+
 # ---- autograd
 def custom(spec: type, *args: Any) -> Any:
     """Run `spec.forward(fw, ctx, *args)` with `spec.backward(fw, ctx, *grads)` as its derivative.

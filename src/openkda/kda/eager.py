@@ -1,10 +1,11 @@
-"""Kimi Delta Attention in chunks of 64 tokens, matmuls only, on any device: the fast definition, with the library's
-autograd.
+"""Kimi Delta Attention in chunks of 64 tokens, matmuls only, on any device: the fast definition.
+
+Gradients are the library's autograd around three derivatives by hand: `IntraChunk`, `Solve` and `RoundedMatmul`.
 
 Names are those of docs/maths.md; q stands for scale * q, b for beta, * is elementwise. Per chunk and value head:
 
-    F_h, Din, Dout, Dall    decay factors, every exponent <= 0           `decay_factors`
-    Akk, Aqk [C, C]         k_i . k_j and q_i . k_j under the decay      `intra_chunk_scores`
+    F_h, Din, Dout, Dall    decay factors, every exponent <= 0           `decay_factors`, `IntraChunk`
+    Akk, Aqk [C, C]         k_i . k_j and q_i . k_j under the decay      `intra_chunk_scores`, `IntraChunk`
     A = (I + diag(b) Akk)^-1                                             `triangular_inverse`
     Vn = A (b * (v - (k * Din) S))       the written values [C, V]       `chunk_states`: serial over chunks
     S' = Dall * S + (k * Dout)^T Vn      the state after the chunk       `chunk_states`
@@ -30,6 +31,7 @@ from openkda.kda.contract import state_dtype
 from openkda.norm.eager import l2norm
 
 CHUNK = 64  # tokens of a chunk, C
+LEVELS = (1, 2, 4, 8, 16, 32)  # a chunk is halved until one row is left
 
 
 def chunk_kda(
@@ -79,12 +81,12 @@ def chunk_kda(
         g, beta = (fw.where(chunks.valid, x, 0.0) for x in (g, beta))
     q = q * (K**-0.5 if scale is None else scale)
     q, k = (fw.repeat(x, HV // H, 3) for x in (q, k))
-    q, k, v, g, beta = (fw.permute(x, (0, 1, 3, 2, 4)) for x in (q, k, v, g, beta))  # [R, NC, HV, C, ..]
+    # [R, NC, HV, C, ..], each chunk's rows in order: all that follows works on whole chunks
+    q, k, v, g, beta = (fw.contiguous(fw.permute(x, (0, 1, 3, 2, 4))) for x in (q, k, v, g, beta))
 
     mm = Matmul(fw, operand_dtype)
-    levels, d_in, d_out, d_all = decay_factors(fw, g)
-    aqk, akk, akk_blocks = intra_chunk_scores(mm, q, k, levels)
-    inverse = triangular_inverse(fw, beta, akk_blocks)
+    aqk, akk, d_in, d_out, d_all = fw.custom(IntraChunk, q, k, g, operand_dtype)
+    inverse = triangular_inverse(fw, beta, level_blocks(fw, akk))
     S0 = fw.swap(initial_state) if state_v_first and initial_state is not None else initial_state
     S, v_new, S_last = chunk_states(mm, chunks, S0, (inverse, beta * akk, beta, v, k * d_in, k * d_out, d_all))
     o = mm(q * d_in, S) + mm(aqk, v_new)  # [R, NC, HV, C, V]
@@ -148,6 +150,10 @@ class Matmul:
 def _rounded_product(fw: ModuleType, x: Any, y: Any, operand_dtype: str | None) -> Any:
     if operand_dtype is not None:
         x, y = (fw.cast(fw.cast(t, operand_dtype), fw.dtype_name(t)) for t in (x, y))
+    if fw.shape(y)[-2] == 1:  # the blocks of levels 1 and 2: outer products, for which a matmul is many times slower
+        return x * y
+    if fw.shape(y)[-2] == 2:
+        return x[..., :1] * y[..., :1, :] + x[..., 1:] * y[..., 1:, :]
     return fw.matmul(x, y)
 
 
@@ -196,13 +202,8 @@ def _halves(fw: ModuleType, x: Any, h: int) -> tuple[Any, Any]:
     return lower, upper
 
 
-def _join_halves(fw: ModuleType, lower: Any, upper: Any) -> Any:
-    *lead, n, h, D = fw.shape(lower)
-    return fw.reshape(fw.stack([lower, upper], -3), (*lead, 2 * n * h, D))
-
-
 def decay_factors(fw: ModuleType, g: Any) -> tuple[dict[int, tuple[Any, Any]], Any, Any, Any]:
-    """Log-decay g [.., C, K] -> ({h: F_h}, Din [.., C, K], Dout [.., C, K], Dall [.., K]).
+    """Log-decay g [.., C, K] -> ({h: F_h}, Din [.., C, K], Dout [.., C, K], Dall [.., K]); no autograd.
 
     At level h the chunk falls into blocks of 2h rows, cut in the middle at row m. A pair (i upper, j lower) decays by
     F_h(i) F_h(j):
@@ -210,23 +211,37 @@ def decay_factors(fw: ModuleType, g: Any) -> tuple[dict[int, tuple[Any, Any]], A
         upper half   F_h(i) = exp(g_m + .. + g_i)                lower half   F_h(j) = exp(g_{j+1} + .. + g_{m-1})
 
     Levels 32, 16, .. 1 cover every pair j < i once. Din(i) = exp(g_0 + .. + g_i) carries the state to row i, Dout(j) =
-    exp(g_{j+1} + .. + g_{C-1}) carries row j to the end, Dall = exp of the whole sum. F_h comes as (lower, upper), [..,
-    C / 2h, h, K]. All sums come from one tree: each is made of shorter ones, so every exponent is <= 0 and no
+    exp(g_{j+1} + .. + g_{C-1}) carries row j to the end, Dall = exp of the whole sum. F_h comes as (lower, upper),
+    [.., C / 2h, h, K]. All sums come from one tree: each is made of shorter ones, so every exponent is <= 0 and no
     difference is ever formed.
     """
-    prefix, suffix, levels = (
-        g,
-        fw.zeros(fw.shape(g), like=g),
-        {},
-    )  # sums up to a row, and after it, within its block of h rows
-    for h in (1, 2, 4, 8, 16, 32):
-        (prefix_l, prefix_u), (suffix_l, suffix_u) = _halves(fw, prefix, h), _halves(fw, suffix, h)
+    # Sums up to a row, and after it, within its block of h rows; a step of the loop makes blocks of 2h rows.
+    prefix, suffix, levels = fw.copy(g), fw.zeros(fw.shape(g), like=g), {}
+    for h in LEVELS:
+        (prefix_l, prefix_u), (suffix_l, _) = _halves(fw, prefix, h), _halves(fw, suffix, h)
         levels[h] = fw.exp(suffix_l), fw.exp(prefix_u)
-        total_l, total_u = prefix_l[..., -1:, :], prefix_u[..., -1:, :]
-        prefix = _join_halves(fw, prefix_l, prefix_u + total_l)
-        suffix = _join_halves(fw, suffix_l + total_u, suffix_u)
+        total_l, total_u = fw.copy(prefix_l[..., -1:, :]), fw.copy(prefix_u[..., -1:, :])
+        fw.add_to_half_(prefix, h, 1, total_l)
+        fw.add_to_half_(suffix, h, 0, total_u)
     d_in = fw.exp(prefix)
-    return levels, d_in, fw.exp(suffix), d_in[..., -1, :]
+    return levels, d_in, fw.exp(suffix), fw.copy(d_in[..., -1, :])
+
+
+def decay_gradient(fw: ModuleType, d_levels: dict[int, tuple[Any, Any]], d_prefix: Any, d_suffix: Any) -> Any:
+    """dg [.., C, K] from the gradients of the exponents: of every level (lower, upper), of Din's and of Dout's.
+
+    The tree of `decay_factors` from its root down. It only adds: a small dg is never what a cancellation left over.
+    Writes to d_prefix and d_suffix.
+    """
+    for h in reversed(LEVELS):
+        lower, upper = d_levels[h]
+        d_total_l = fw.sum(_halves(fw, d_prefix, h)[1], -2)  # [.., C / 2h, K]
+        d_total_u = fw.sum(_halves(fw, d_suffix, h)[0], -2)
+        fw.add_to_half_(d_prefix, h, 1, upper)
+        fw.add_to_half_(d_suffix, h, 0, lower)
+        totals = fw.stack([d_total_l, d_total_u], -2)
+        fw.add_to_last_rows_(d_prefix, h, fw.reshape(totals, (*fw.shape(d_prefix)[:-2], -1, fw.shape(d_prefix)[-1])))
+    return d_prefix
 
 
 # ---------------------------------------------------------------- inside a chunk
@@ -237,10 +252,20 @@ def _merge(fw: ModuleType, diagonal: Any, low: Any) -> Any:
     return fw.concat([fw.concat([first, fw.zeros(fw.shape(low), like=low)], -1), fw.concat([low, second], -1)], -2)
 
 
-def intra_chunk_scores(
-    mm: Matmul, q: Any, k: Any, levels: dict[int, tuple[Any, Any]]
-) -> tuple[Any, Any, dict[int, Any]]:
-    """Aqk [.., C, C] (i >= j), Akk [.., C, C] (i > j), and Akk's blocks {h: [.., C / 2h, h, h]} by level.
+def level_blocks(fw: ModuleType, a: Any) -> dict[int, Any]:
+    """The blocks {h: [.., C / 2h, h, h]} of a strictly lower triangle [.., C, C], by level: `_merge` undone."""
+    blocks, rest = {}, a[..., None, :, :]
+    for h in reversed(LEVELS):
+        *lead, n, _, _ = fw.shape(rest)
+        quarters = fw.reshape(rest, (*lead, n, 2, h, 2, h))
+        blocks[h] = quarters[..., 1, :, 0, :]
+        diagonal = fw.stack([quarters[..., 0, :, 0, :], quarters[..., 1, :, 1, :]], -3)
+        rest = fw.reshape(diagonal, (*lead, 2 * n, h, h))
+    return {h: blocks[h] for h in LEVELS}
+
+
+def intra_chunk_scores(mm: Matmul, q: Any, k: Any, levels: dict[int, tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Aqk [.., C, C] (i >= j) and Akk [.., C, C] (i > j).
 
         Aqk_ij = sum_d q_id k_jd exp(g_{j+1,d} + .. + g_{i,d})        and Akk with k_i in place of q_i
 
@@ -248,22 +273,63 @@ def intra_chunk_scores(
     """
     fw = mm.fw
     aqk = fw.sum(q * k, -1)[..., None, None]  # [.., C, 1, 1]: blocks of one row
-    akk, blocks = fw.zeros(fw.shape(aqk), like=aqk), {}
+    akk = fw.zeros(fw.shape(aqk), like=aqk)
     for h, (lower, upper) in levels.items():
         (_, q_upper), (k_lower, k_upper) = _halves(fw, q, h), _halves(fw, k, h)
         columns = fw.swap(k_lower * lower)  # [.., C / 2h, K, h]
-        blocks[h] = mm(k_upper * upper, columns)
         aqk = _merge(fw, aqk, mm(q_upper * upper, columns))
-        akk = _merge(fw, akk, blocks[h])
-    return aqk[..., 0, :, :], akk[..., 0, :, :], blocks
+        akk = _merge(fw, akk, mm(k_upper * upper, columns))
+    return aqk[..., 0, :, :], akk[..., 0, :, :]
+
+
+class IntraChunk:
+    """All of a chunk that needs no state: q, k [.., C, K] and log-decay g -> Aqk, Akk [.., C, C]; Din, Dout, Dall.
+
+    Per level, with Qr = q F, Kr = k F on the upper rows, Kc = k F on the lower ones, and da, dl the level's blocks of
+    dAqk, dAkk:
+
+        dQr = da Kc    dKr = dl Kc    dKc = da^T Qr + dl^T Kr          dq, dk: times F, on their own rows
+        the gradient of F's exponent is Qr * dQr + Kr * dKr (upper) and Kc * dKc (lower)
+    """
+
+    @staticmethod
+    def forward(fw: ModuleType, ctx: Any, q: Any, k: Any, g: Any, operand_dtype: str | None) -> tuple:
+        levels, d_in, d_out, d_all = decay_factors(fw, g)
+        aqk, akk = intra_chunk_scores(Matmul(fw, operand_dtype), q, k, levels)
+        ctx.save_for_backward(q, k, d_in, d_out, *(factor for pair in levels.values() for factor in pair))
+        ctx.operand_dtype = operand_dtype
+        return aqk, akk, d_in, d_out, d_all
+
+    @staticmethod
+    def backward(fw: ModuleType, ctx: Any, d_aqk: Any, d_akk: Any, d_din: Any, d_dout: Any, d_dall: Any) -> tuple:
+        q, k, d_in, d_out, *factors = ctx.saved_tensors
+        q_blocks, k_blocks = level_blocks(fw, d_aqk), level_blocks(fw, d_akk)
+
+        def product(x: Any, y: Any) -> Any:
+            return _rounded_product(fw, x, y, ctx.operand_dtype)
+
+        diagonal = fw.diagonal(d_aqk)[..., None]
+        dq, dk, d_levels = diagonal * k, diagonal * q, {}
+        for h, lower, upper in zip(LEVELS, factors[::2], factors[1::2], strict=True):
+            (_, q_upper), (k_lower, k_upper) = _halves(fw, q, h), _halves(fw, k, h)
+            da, dl = q_blocks[h], k_blocks[h]
+            qr, kr, kc = q_upper * upper, k_upper * upper, k_lower * lower
+            dqr, dkr = product(da, kc), product(dl, kc)
+            dkc = product(fw.swap(da), qr) + product(fw.swap(dl), kr)
+            d_levels[h] = kc * dkc, qr * dqr + kr * dkr
+            fw.add_to_half_(dq, h, 1, dqr, upper)
+            fw.add_to_half_(dk, h, 1, dkr, upper)
+            fw.add_to_half_(dk, h, 0, dkc, lower)
+        d_prefix, d_suffix = (fw.contiguous(x * dx) for x, dx in ((d_in, d_din), (d_out, d_dout)))
+        fw.add_to_last_rows_(d_prefix, CHUNK, (d_in[..., -1, :] * d_dall)[..., None, :])  # Dall is Din's last row
+        return dq, dk, decay_gradient(fw, d_levels, d_prefix, d_suffix), None
 
 
 def triangular_inverse(fw: ModuleType, beta: Any, akk_blocks: dict[int, Any]) -> Any:
     """(I + diag(beta) Akk)^-1 [.., C, C], unrounded, outside autograd (`Solve` has the derivative).
 
     By doubling: the inverse of [[P, 0], [N, Q]] is [[P^-1, 0], [-Q^-1 N P^-1, Q^-1]]. Only true inverses are
-        multiplied, so equal
-    keys with beta = 1 and slow decay do no harm; a Neumann series loses all digits there.
+    multiplied, so equal keys with beta = 1 and slow decay do no harm; a Neumann series loses all digits there.
     """
     with fw.no_grad():
         inverse = fw.ones((*fw.shape(beta), 1), like=beta)  # [.., C, 1, 1]
