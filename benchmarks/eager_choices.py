@@ -33,7 +33,7 @@ def factors_by_difference(fw: ModuleType, g: Tensor) -> tuple[dict[int, tuple[Te
     """decay_factors from one cumulative sum over the chunk and its differences, anchored where each level splits."""
     total = g.cumsum(-2)  # [.., C, K]
     levels = {}
-    for h in (1, 2, 4, 8, 16, 32):
+    for h in eager.LEVELS:
         lower, upper = eager._halves(fw, total, h)
         anchor = lower[..., -1:, :]
         levels[h] = (anchor - lower).exp(), (upper - anchor).exp()
