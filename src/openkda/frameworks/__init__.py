@@ -24,9 +24,19 @@ def _torch(x: Any) -> ModuleType | None:
     return namespace
 
 
+def _paddle(x: Any) -> ModuleType | None:
+    paddle = sys.modules.get("paddle")
+    if paddle is None or not isinstance(x, paddle.Tensor):
+        return None
+    import openkda.frameworks.paddle as namespace
+
+    return namespace
+
+
+# Paddle first: within its compat scopes the name `torch` stands for Paddle, and a Paddle tensor for one of torch's.
 # Written so that torch.compile can trace the search: isinstance and an import statement; no cache, no importlib, and no
 # look at the attributes of a type.
-_SEARCH = {"torch": _torch}
+_SEARCH = {"paddle": _paddle, "torch": _torch}
 
 
 def _find(x: Any) -> ModuleType | None:

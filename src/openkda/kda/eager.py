@@ -257,10 +257,10 @@ def level_blocks(fw: ModuleType, a: Any) -> dict[int, Any]:
     blocks, rest = {}, a[..., None, :, :]
     for h in reversed(LEVELS):
         *lead, n, _, _ = fw.shape(rest)
-        quarters = fw.reshape(rest, (*lead, n, 2, h, 2, h))
-        blocks[h] = quarters[..., 1, :, 0, :]
-        diagonal = fw.stack([quarters[..., 0, :, 0, :], quarters[..., 1, :, 1, :]], -3)
-        rest = fw.reshape(diagonal, (*lead, 2 * n, h, h))
+        upper, lower = fw.split(rest, [h, h], -2)
+        first, _ = fw.split(upper, [h, h], -1)
+        blocks[h], second = fw.split(lower, [h, h], -1)
+        rest = fw.reshape(fw.stack([first, second], -3), (*lead, 2 * n, h, h))
     return {h: blocks[h] for h in LEVELS}
 
 
