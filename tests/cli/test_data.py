@@ -218,7 +218,17 @@ def test_text_shorter_than_one_sequence(tmp_path: Path) -> None:
     )
 
 
-def test_fewer_documents_than_ranks(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("x" * 1000)
-    with pytest.raises(DataError, match="1 documents cannot be shared by 2 data-parallel ranks"):
-        loader(tmp_path / "a.txt", dp_world_size=2)
+def test_one_document_is_shared_by_ranks(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("".join(f"line {i}\n" for i in range(1000)))
+    streams = [loader(tmp_path / "book.txt", dp_world_size=4, dp_rank=rank).dataset for rank in range(4)]
+    shares = [{s.documents[i].text for i in s._order()} for s in streams]
+    whole = {d.text for d in streams[0].documents}
+    assert set.union(*shares) == whole
+    assert sum(map(len, shares)) == len(whole)
+    assert all(len(share) >= 4 for share in shares)
+
+
+def test_text_shorter_than_the_ranks(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 40)
+    with pytest.raises(DataError, match=r"a\.txt: is too short for 64 data-parallel ranks"):
+        loader(tmp_path / "a.txt", dp_world_size=64, seq_len=8)

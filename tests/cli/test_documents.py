@@ -82,6 +82,15 @@ def test_hugging_face_dataset_is_one_document_a_row(tmp_path: Path, form: str) -
     assert [d.text for d in read_documents(path)] == ["row 0", "row 1", "row 2"]
 
 
+def test_spread_cuts_only_when_a_rank_would_have_nothing() -> None:
+    documents = [Document("a", "12345\n" * 40), Document("b", "x\n")]
+    assert docs.spread(documents, 2) is documents
+    pieces = docs.spread(documents, 3)
+    assert len(pieces) >= 12
+    assert "".join(d.text for d in pieces) == "12345\n" * 40 + "x\n"
+    assert all(d.text.endswith("\n") for d in pieces)
+
+
 # What is held out.
 
 

@@ -354,7 +354,7 @@ class _Metrics(BaseLogger):
 
     @property
     def mean_tokens_per_s(self) -> float:
-        """Over the whole run, all ranks together, measuring and saving left out."""
+        """Over the whole run, all ranks together, the time for measuring on held-out text left out."""
         return self.tokens / self.seconds if self.seconds else math.nan
 
     def _log_training(self, metrics: dict[str, Any], step: int) -> None:

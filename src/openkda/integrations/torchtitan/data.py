@@ -24,7 +24,14 @@ from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import BaseTokenizer
 
-from openkda.integrations.torchtitan.documents import Corpus, DataError, Document, read_documents, split_documents
+from openkda.integrations.torchtitan.documents import (
+    Corpus,
+    DataError,
+    Document,
+    read_documents,
+    split_documents,
+    spread,
+)
 
 # One sequence: {"input": [seq_len], "positions": [seq_len]} and labels [seq_len], all int64.
 Sample = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -77,10 +84,9 @@ class TextDataLoader(ParallelAwareDataloader):
         dataset: Dataset[Sample]
         if config.infinite:
             check_length(documents, tokenizer, seq_len, source)
+            documents = spread(documents, dp_world_size)
             if len(documents) < dp_world_size:
-                raise DataError(
-                    f"{source}: {len(documents)} documents cannot be shared by {dp_world_size} data-parallel ranks"
-                )
+                raise DataError(f"{source}: is too short for {dp_world_size} data-parallel ranks")
             dataset = PackedStream(
                 documents, tokenizer, seq_len, seed=config.seed, rank=dp_rank, world_size=dp_world_size
             )

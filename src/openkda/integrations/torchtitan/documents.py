@@ -97,7 +97,7 @@ def _read_file(path: Path, name: str) -> Sequence[Document]:
     stem = path.name.removesuffix(".gz")
     if stem.endswith(JSON_SUFFIXES):
         return list(_json_lines(path, name, text))
-    return list(_pieces(name, text))
+    return list(_pieces(name, text, MAX_DOCUMENT_CHARS))
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -116,13 +116,13 @@ def _decode(path: Path, data: bytes) -> str:
         raise DataError(f"{path}: is not UTF-8 text: byte 0x{byte:02x} at offset {error.start}") from error
 
 
-def _pieces(name: str, text: str) -> Iterator[Document]:
-    """The text as one document, or as several of at most MAX_DOCUMENT_CHARS that end at line ends where there are
+def _pieces(name: str, text: str, limit: int) -> Iterator[Document]:
+    """The text as one document, or as several of at most `limit` characters that end at line ends where there are
     any.
     """
     start = 0
     while start < len(text):
-        end = start + MAX_DOCUMENT_CHARS
+        end = start + limit
         if end < len(text):
             end = text.rfind("\n", start, end) + 1 or end
         piece = text[start:end]
@@ -281,3 +281,16 @@ def _without_shared(documents: Sequence[Document], held: set[int]) -> Iterator[D
         if i not in held:
             kept = [p for p in d.text.split("\n\n") if p.strip() not in seen]
             yield Document(d.name, "\n\n".join(kept))
+
+
+# ---- sharing between ranks -------------------------------------------------------------------------------------------
+
+
+def spread(documents: Sequence[Document], ranks: int) -> Sequence[Document]:
+    """The documents as they are when each rank can have one; otherwise cut at line ends, into about four for each
+    rank.
+    """
+    if len(documents) >= ranks:
+        return documents
+    size = max(1, sum(len(d.text) for d in documents) // (4 * ranks))
+    return [piece for d in documents for piece in _pieces(d.name, d.text, size)]
