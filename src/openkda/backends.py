@@ -11,6 +11,8 @@ what "auto" stands for. No choice looks at the data.
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,10 +24,19 @@ _OTHERWISE = 'use backend="eager", or "auto" to let openkda choose'
 
 
 def why_not_triton(x: Any) -> str | None:
-    """Why fused kernels cannot take tensor x; None if they can."""
+    """Why fused kernels cannot take tensor x; None if they can.
+
+    A process with TRITON_INTERPRET=1 in its environment may ask for them on a CPU, to test them; "auto" does not.
+    """
     fw = frameworks.of(x)
-    if not fw.on_gpu(x):
+    if not fw.on_gpu(x) and os.environ.get("TRITON_INTERPRET") != "1":
         return f"needs a GPU tensor, got device {fw.device_name(x)}"
+    if fw.dtype_name(x) not in ("float32", "float16", "bfloat16"):
+        return f"needs float32, float16 or bfloat16, got {fw.dtype_name(x)}"
+    if (capability := fw.compute_capability(x)) is not None and capability < 80:
+        return f"needs compute capability 8.0 or later, got {capability // 10}.{capability % 10}"
+    if importlib.util.find_spec("triton") is None:
+        return "needs the package triton, which is not installed"
     return None
 
 
@@ -36,7 +47,8 @@ def choose(op: str, backend: str, available: Mapping[str, Callable[..., Any]], x
     """
     checks.choice(op, "backend", backend, NAMES)
     if backend == "auto":
-        return next(name for name in available if name != "triton" or why_not_triton(x) is None)
+        on_gpu = frameworks.of(x).on_gpu(x)
+        return next(name for name in available if name != "triton" or (on_gpu and why_not_triton(x) is None))
     if backend not in available:
         raise BackendUnavailable(
             f'{op}: backend="{backend}" cannot run, as this operator has no {backend} kernel yet; {_OTHERWISE}'

@@ -12,7 +12,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -318,6 +318,42 @@ class _Custom(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         result = ctx.spec.backward(_SELF, ctx, *grads)
         return (*result, None) if isinstance(result, tuple) else (result, None)
+
+
+# ---- two streams
+class _Beside:
+    """Runs launches on a second stream of x's device; on a CPU, in order."""
+
+    _streams: ClassVar[dict[int, Any]] = {}
+
+    def __init__(self, x: Tensor) -> None:
+        self.device = x.device if x.is_cuda else None
+
+    def launch(self, run: Callable[[], None]) -> Any:
+        """Run after everything that is on the current stream by now. Memory it uses must stay alive until `join`."""
+        if self.device is None:
+            return run()
+        main, side = torch.cuda.current_stream(self.device), self._side()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            run()
+        return side.record_event()
+
+    def join(self, event: Any) -> None:
+        """Make the current stream wait for one launch."""
+        if self.device is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    def _side(self) -> Any:
+        index = self.device.index  # type: ignore[union-attr]
+        if index not in self._streams:
+            self._streams[index] = torch.cuda.Stream(self.device)
+        return self._streams[index]
+
+
+def beside(x: Tensor) -> _Beside:
+    """See `_Beside`; for stages that leave most of a GPU idle."""
+    return _Beside(x)
 
 
 # ---- operators that compilers see as one

@@ -9,7 +9,15 @@ from openkda.errors import BackendUnavailable
 from openkda.kda import eager, reference
 from openkda.kda.contract import check_inputs, check_options, check_state
 
-AVAILABLE = {"chunk_kda": {"eager": eager.chunk_kda, "reference": reference.chunk_kda}}  # best first
+
+def _fused(*tensors: Any, **options: Any) -> tuple[Any, Any | None]:
+    from openkda.kda import fused  # needs triton, which not everybody has
+
+    return fused.chunk_kda(*tensors, **options)
+
+
+# Best first.
+AVAILABLE = {"chunk_kda": {"eager": eager.chunk_kda, "triton": _fused, "reference": reference.chunk_kda}}
 
 
 def chunk_kda(
@@ -96,6 +104,7 @@ def chunk_kda(
             f'{op}: batch_invariant=True cannot be promised by backend "eager", whose matmuls may sum in an order that '
             'depends on the batch; backend="reference" runs each sequence alone'
         )
+    kernels = extras if chosen == "triton" else {}
     return AVAILABLE[op][chosen](
         q,
         k,
@@ -108,4 +117,5 @@ def chunk_kda(
         **gate,
         **beta_options,
         **flags,
+        **kernels,
     )

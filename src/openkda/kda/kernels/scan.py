@@ -89,8 +89,9 @@ def _load_state(
     """Columns i_v .. of an fp32 state; zeros where there is none."""
     if state is None:
         return tl.zeros([BK, BV], tl.float32)
-    offsets, mask = _state_tile(i_v, K, V, BK, BV, V_FIRST)
-    return tl.load(state + i_head * (K * V) + offsets, mask=mask, other=0.0)
+    else:  # no early return: Triton compiles what follows one
+        offsets, mask = _state_tile(i_v, K, V, BK, BV, V_FIRST)
+        return tl.load(state + i_head * (K * V) + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
