@@ -181,6 +181,33 @@ def test_tokenizer_file_is_remembered_and_the_vocabulary_grows_to_it(
     assert capsys.readouterr().out.startswith("The")
 
 
+def test_diverged_run_is_told_in_one_line(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from openkda.integrations.torchtitan import config_registry
+
+    adamw = config_registry.adamw
+    monkeypatch.setattr(config_registry, "adamw", lambda **options: adamw(**options | {"lr": 1e30}))
+    argv = [
+        "train",
+        "--config",
+        "kimi_linear_tiny",
+        "--data",
+        str(text),
+        "--steps",
+        "9",
+        "--output",
+        str(tmp_path / "o"),
+    ]
+    assert main([*argv, *SMALL, "--lr_scheduler.warmup_steps", "1"]) == 2
+    err = capsys.readouterr().err
+    assert re.fullmatch(
+        r"openkda train: Loss is not finite \(global_avg_loss=nan\) at step \d+\. Stopping training\. "
+        r"Try a smaller learning rate\.\n",
+        err,
+    )
+
+
 # Interruption.
 
 

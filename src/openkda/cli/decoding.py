@@ -14,10 +14,10 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools.utils import set_default_dtype
 
+from openkda.cli.configuration import load_config
 from openkda.cli.errors import UserError
 from openkda.cli.record import Checkpoint
 from openkda.cli.train import Request
-from openkda.cli.training import load_config
 from openkda.integrations.torchtitan import cpu
 from openkda.integrations.torchtitan.decode import stream
 
@@ -28,18 +28,7 @@ def load(checkpoint: Checkpoint) -> tuple[Any, BaseTokenizer]:
     Raises: UserError when the checkpoint does not fit the configuration it names.
     """
     cpu.install()
-    record = checkpoint.record
-    config = load_config(
-        Request(
-            config=record.config,
-            module=record.module,
-            output=checkpoint.folder.parent,
-            data=None,
-            tokenizer=checkpoint.tokenizer,
-            steps=record.steps,
-            flags=record.flags,
-        )
-    )
+    config = _load_config(checkpoint)
     assert config.model_spec is not None
     model_config = config.model_spec.model
     model_config.update_from_config(config=config)
@@ -52,6 +41,28 @@ def load(checkpoint: Checkpoint) -> tuple[Any, BaseTokenizer]:
     _read_weights(model, checkpoint.path)
     model.eval()
     return model, config.tokenizer.build(tokenizer_path="")
+
+
+def model_config_of(checkpoint: Checkpoint) -> Any:
+    """Config of the model that a checkpoint holds the weights of, with the vocabulary of its tokenizer."""
+    config = _load_config(checkpoint)
+    assert config.model_spec is not None
+    return config.model_spec.model
+
+
+def _load_config(checkpoint: Checkpoint) -> Any:
+    record = checkpoint.record
+    return load_config(
+        Request(
+            config=record.config,
+            module=record.module,
+            output=checkpoint.folder.parent,
+            data=None,
+            tokenizer=checkpoint.tokenizer,
+            steps=record.steps,
+            flags=record.flags,
+        )
+    )
 
 
 def _read_weights(model: Any, path: Path) -> None:

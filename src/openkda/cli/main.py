@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from openkda import __version__
-from openkda.cli import doctor, generate, train
+from openkda.cli import convert, doctor, generate, parity, train
 from openkda.cli.errors import INTERRUPTED, USER_ERROR, UserError
 
-COMMANDS = {"train": train, "generate": generate, "doctor": doctor}
+COMMANDS = {"train": train, "generate": generate, "convert": convert, "parity": parity, "doctor": doctor}
 
 
 class _Parser(argparse.ArgumentParser):

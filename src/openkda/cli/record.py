@@ -65,9 +65,8 @@ def find_checkpoint(path: Path) -> Checkpoint:
     if not path.exists():
         raise UserError(f"{path}: no such file or folder")
     step = _step_of(path)
-    folder = next(
-        (f for f in (path if step is None else path.parent, path / "checkpoint") if (f / FILE_NAME).is_file()), None
-    )
+    candidates = [path, *sorted(path.glob("*/"))] if step is None else [path.parent]
+    folder = next((f for f in candidates if (f / FILE_NAME).is_file()), None)
     if folder is None:
         raise UserError(f"{path}: holds no {FILE_NAME}; give the output folder of a run, or one of its step-N folders")
     if step is None:

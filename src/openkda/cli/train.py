@@ -24,8 +24,6 @@ examples:
   openkda train --config kimi_linear_tiny
   openkda train --config kimi_linear_tiny --data my_texts/ --steps 200
   openkda train --resume outputs/kimi_linear_tiny-20260101-120000
-  torchrun --nproc-per-node 8 -m openkda.cli train --config kimi_linear_48b_a3b \\
-      --data c4/ --tokenizer tokenizer.json --output outputs/run1
 """
 
 
@@ -68,7 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "on disk; default: the reference topics that come with Python",
     )
     add("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json; default: tokens are bytes")
-    add("--steps", type=_positive, metavar="N", help="optimizer steps; default: what the configuration says")
+    add(
+        "--steps",
+        type=_positive,
+        metavar="N",
+        help="optimizer steps, at whose end the learning rate has come down; default: what the configuration says",
+    )
     add("--output", type=Path, metavar="DIR", help="folder for checkpoints and logs; default: outputs/NAME-DATE")
     add(
         "--resume",

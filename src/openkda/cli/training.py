@@ -4,156 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
-import importlib
-import io
 import logging
 import math
-import os
-import re
-import signal
-import sys
-import threading
-import traceback
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torchtitan.components.metrics import BaseLogger, LoggerContainer, _get_metrics_rank
-from torchtitan.config import ConfigManager
 from torchtitan.observability import structured_logger
 from torchtitan.trainer import Trainer
 
 from openkda.cli import bigram
+from openkda.cli.configuration import load_config, one_line
 from openkda.cli.errors import INTERRUPTED, UserError
+from openkda.cli.process import environment, log_file, signals, tidy
 from openkda.cli.progress import Progress
 from openkda.cli.train import Request
 from openkda.integrations.torchtitan import cpu
 from openkda.integrations.torchtitan.data import TextDataLoader, check_length, count_heldout, first_bytes, load_corpus
 from openkda.integrations.torchtitan.documents import DataError
-from openkda.integrations.torchtitan.tokenizer import ByteTokenizer, FileTokenizer
-from openkda.integrations.torchtitan.validate import HeldOutValidator
-
-# Environment of a single process that torchrun did not start; port 0 lets the system choose a free one.
-SINGLE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-
-
-# ---- configuration ---------------------------------------------------------------------------------------------------
-
-
-def load_config(request: Request) -> Trainer.Config:
-    """torchtitan's configuration: the named one, adapted to local text, then the options meant for torchtitan.
-
-    Raises: UserError for an unknown configuration or option, DataError for a bad tokenizer.
-    """
-    registry = _registry(request.module)
-    names = getattr(registry, "__all__", None) or _functions(registry)
-    if request.config not in names:
-        raise UserError(f"--config must be one of {', '.join(sorted(names))}, got {request.config}")
-    manager = _AdaptedConfig(request)
-    args = ["--module", request.module, "--config", request.config, *request.flags]
-    if request.help_all:
-        args.append("--help")
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return cast(Trainer.Config, manager.parse_args(args))
-    except DataError:
-        raise
-    except ValueError as error:  # checks of one option against another
-        raise UserError(_one_line(error)) from error
-    except SystemExit as done:
-        if not done.code:  # after --help
-            raise
-        raise UserError(_first_sentence(said.getvalue())) from done
-
-
-def _functions(registry: Any) -> list[str]:
-    own = (n for n, f in vars(registry).items() if getattr(f, "__module__", "") == registry.__name__ and callable(f))
-    return [n for n in own if not n.startswith("_")]
-
-
-def _registry(module: str) -> Any:
-    # Imported here first: torchtitan's own lookup hides why an import failed.
-    for name in (f"{module}.config_registry", f"torchtitan.models.{module}.config_registry"):
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not name.startswith(error.name):
-                raise
-    raise UserError(f"--module {module}: has no config_registry")
-
-
-class _AdaptedConfig(ConfigManager):
-    """torchtitan's configuration manager; between the named configuration and the options it puts our defaults."""
-
-    def __init__(self, request: Request) -> None:
-        super().__init__()
-        self.request = request
-
-    def _load_config(self, args: list[str]) -> tuple[Any, list[str]]:
-        config, rest = super()._load_config(args)
-        adapt(cast(Trainer.Config, config), self.request)
-        return config, rest
-
-
-def adapt(config: Trainer.Config, request: Request) -> None:
-    """Point a configuration at the request's text, tokenizer and folder, with checkpoints that can be resumed."""
-    config.dump_folder = str(request.output)
-    if request.steps is not None:
-        config.training.steps = request.steps
-    if request.tokenizer is not None:
-        config.tokenizer = FileTokenizer.Config(path=str(request.tokenizer))
-    elif not isinstance(config.tokenizer, ByteTokenizer.Config):
-        config.tokenizer = ByteTokenizer.Config()
-    data = None if request.data is None else str(request.data)
-    if not isinstance(config.dataloader, TextDataLoader.Config):
-        config.dataloader = TextDataLoader.Config()
-    config.dataloader.dataset_path = data
-    if not isinstance(config.validator, HeldOutValidator.Config):
-        config.validator = HeldOutValidator.Config(freq=max(10, config.training.steps // 2))
-    assert isinstance(config.validator.dataloader, TextDataLoader.Config)
-    config.validator.dataloader.dataset_path = data
-    config.validator.enable = True
-    config.checkpoint.enable = True
-    config.checkpoint.last_save_model_only = False
-    config.checkpoint.load_step = -1 if request.resume_step is None else request.resume_step
-    config.metrics.enable_tensorboard = True
-    config.metrics.disable_color_printing = True  # the log is a file
-    if config.debug.seed is None:
-        config.debug.seed = 0  # a run that can be repeated, unless another seed is asked for
-    if not torch.cuda.is_available():
-        config.training.disable_cuda_graphs = True
-        config.metrics.log_freq = 1  # reading the loss costs nothing here
-    _fit_vocabulary(config)
-
-
-def _fit_vocabulary(config: Trainer.Config) -> None:
-    """Give the model an embedding for every token of the tokenizer; a larger one it has already is kept."""
-    assert config.model_spec is not None
-    model: Any = config.model_spec.model
-    needed = config.tokenizer.build(tokenizer_path="").get_vocab_size()
-    if model.vocab_size < needed:
-        model.vocab_size = needed
-        model.tok_embeddings.num_embeddings = needed
-        model.lm_head.out_features = needed
-
-
-def _first_sentence(box: str) -> str:
-    """What tyro wrote on stderr, as one line: the fault, and the option it thinks was meant.
-
-    It writes a title, then paragraphs with rules between them, inside a box where the terminal is UTF-8.
-    """
-    lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines()[1:]]
-    paragraphs = "\n".join("" if not line.strip("─-") else line for line in lines).strip().split("\n\n")
-    fault = " ".join(paragraphs[0].split()) or "torchtitan rejects the options"
-    meant = re.search(r"Perhaps you meant.*?(--[\w.-]+)", " ".join(lines))
-    return f"{fault}; " + (f"perhaps you meant {meant.group(1)}; " if meant else "") + "see --help-all"
-
-
-# ---- the run ---------------------------------------------------------------------------------------------------------
 
 
 def train(request: Request) -> int:
@@ -166,7 +36,7 @@ def train(request: Request) -> int:
             raise UserError(f"{request.output} is already at {at}; ask for more with --steps")
         text = _describe_text(config)
         request.output.mkdir(parents=True, exist_ok=True)
-        with _environment(), _log_file(request) as log, _tidy():
+        with environment(), log_file(request.output, verbose=request.verbose) as log, tidy():
             structured_logger.init_structured_logger(
                 source="training", output_dir=config.dump_folder, enable=config.debug.enable_structured_logging
             )
@@ -177,6 +47,10 @@ def train(request: Request) -> int:
                 trainer.close()
     except DataError as error:
         raise UserError(str(error)) from error
+    except RuntimeError as error:
+        if "Loss is not finite" not in str(error):
+            raise
+        raise UserError(f"{one_line(error)} Try a smaller learning rate.") from error
 
 
 def _build(config: Trainer.Config, log: Path) -> Any:
@@ -188,13 +62,7 @@ def _build(config: Trainer.Config, log: Path) -> Any:
         raise
     except (ValueError, NotImplementedError, AssertionError) as error:  # torchtitan's checks of option against option
         logging.getLogger(__name__).exception("building the trainer failed")
-        raise UserError(f"{_one_line(error)} (details in {log})") from error
-
-
-def _one_line(error: Exception) -> str:
-    """The message of an error on one line; of an assertion without a message, the condition."""
-    text = " ".join(str(error).split())
-    return text or f"torchtitan wants {traceback.extract_tb(error.__traceback__)[-1].line}"
+        raise UserError(f"{one_line(error)} (details in {log})") from error
 
 
 def _stoppable(trainer: type[Any]) -> type[Any]:
@@ -277,10 +145,12 @@ class _Session:
         loggers.add_logger(self.metrics)
         trainer.metrics_processor.logger = loggers
         trainer.before_first_step = self._begin
-        with _signals(self._stop):
-            trainer.train()
-            self.progress.stop()
-            if trainer.stop_requested:
+        with signals(self._stop):
+            try:
+                trainer.train()
+            finally:
+                self.progress.stop()
+            if trainer.stop_requested and trainer.step < trainer.config.training.steps:
                 return self._interrupted()
             if self.metrics.heldout_step != trainer.step:
                 self._evaluate(f"after {trainer.step} steps")
@@ -317,7 +187,8 @@ class _Session:
 
     def _stop(self) -> None:
         self.trainer.stop_requested = True
-        self.progress.say("stopping after this step, with a checkpoint; press Ctrl-C again to leave at once")
+        with contextlib.suppress(RuntimeError):  # the signal came while this very stream was being written to
+            self.progress.say("stopping after this step, with a checkpoint; press Ctrl-C again to leave at once")
 
     def _interrupted(self) -> int:
         trainer, say = self.trainer, self.progress.say
@@ -390,82 +261,3 @@ class _Metrics(BaseLogger):
             f"held-out text, {when}: {self.heldout_bits:.3f} bits/byte (a bigram model: {session.text.bigram_bits:.3f})"
         )
         session.tensorboard.log({"heldout/bits_per_byte": self.heldout_bits}, step)
-
-
-# ---- surroundings ----------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _environment() -> Iterator[None]:
-    """The variables torch.distributed wants, for a process that torchrun did not start; torchtitan adds others."""
-    before = dict(os.environ)
-    if "RANK" not in os.environ:
-        os.environ.update(SINGLE_PROCESS)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-@contextlib.contextmanager
-def _log_file(request: Request) -> Iterator[Path]:
-    """Send torchtitan's log, which uses the root logger, and Python warnings to a file in the output folder."""
-    rank = int(os.environ.get("RANK", "0"))
-    path = request.output / ("train.log" if rank == 0 else f"train-rank{rank}.log")
-    root = logging.getLogger()
-    handlers: list[logging.Handler] = [logging.FileHandler(path)]
-    if request.verbose:
-        handlers.append(logging.StreamHandler(sys.stdout))
-    level = root.level
-    for handler in handlers:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        root.addHandler(handler)
-    root.setLevel(logging.INFO)
-    logging.captureWarnings(True)
-    try:
-        yield path
-    finally:
-        logging.captureWarnings(False)
-        root.setLevel(level)
-        for handler in handlers:
-            root.removeHandler(handler)
-            handler.close()
-
-
-@contextlib.contextmanager
-def _tidy() -> Iterator[None]:
-    """Leave the process as it was: torchtitan joins a process group and takes garbage collection into its own hands."""
-    collected = gc.isenabled()
-    try:
-        yield
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        if collected:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def _signals(stop: Any) -> Iterator[None]:
-    """Call `stop` at the first SIGINT or SIGTERM; the second has its usual effect."""
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
-        yield
-        return
-    kinds = (signal.SIGINT, signal.SIGTERM)
-    before = {kind: signal.getsignal(kind) for kind in kinds}
-
-    def restore() -> None:
-        for kind in kinds:
-            signal.signal(kind, before[kind])
-
-    def handle(number: int, frame: Any) -> None:
-        restore()
-        stop()
-
-    for kind in kinds:
-        signal.signal(kind, handle)
-    try:
-        yield
-    finally:
-        restore()
