@@ -2,7 +2,9 @@
 tensors.
 
 Importing openkda imports no tensor library. A name below is loaded when it is first used; operators then follow the
-tensors they are given.
+tensors they are given. A layer has no tensor to go by: those below are of the only library that is installed, torch
+where both are; or of Paddle, where openkda is imported in a compat scope that names it
+(`paddle.enable_compat(scope={"openkda", "triton"})`). `openkda.nn` and `openkda.paddle.nn` leave no choice.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from openkda import frameworks as _frameworks
+
 __version__ = "0.1.0.dev0"
 
-# Public name -> the module that defines it.
+# Public name -> the module that defines it; None for a layer.
 _HOME = {
     "chunk_kda": "openkda.kda.chunk",
     "recurrent_kda": "openkda.kda.recurrent",
@@ -22,9 +26,9 @@ _HOME = {
     "l2norm": "openkda.norm",
     "rms_norm_gated": "openkda.norm",
     "causal_conv1d": "openkda.conv",
-    "KimiDeltaAttention": "openkda.nn",
-    "ShortConvolution": "openkda.nn",
-    "FusedRMSNormGated": "openkda.nn",
+    "KimiDeltaAttention": None,
+    "ShortConvolution": None,
+    "FusedRMSNormGated": None,
     "prepare_lens_from_mask": "openkda.packing",
     "prepare_cu_seqlens_from_mask": "openkda.packing",
     "prepare_chunk_indices": "openkda.packing",
@@ -53,14 +57,28 @@ if TYPE_CHECKING:
     from openkda.packing import tensor_cache as tensor_cache
 
 
+def _layers() -> str:
+    """The module of the layers of the only library that is installed; torch's where both are, or none is."""
+    only_paddle = not _frameworks.installed("torch") and _frameworks.installed("paddle")
+    return "openkda.paddle.nn" if only_paddle else "openkda.nn"
+
+
 def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
+    if name not in _HOME:
         raise AttributeError(f"module 'openkda' has no attribute {name!r}; it has {', '.join(sorted(_HOME))}")
-    value = getattr(importlib.import_module(home), name)
+    value = getattr(importlib.import_module(_HOME[name] or _layers()), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+if _frameworks.torch_is_paddle("openkda"):
+    # A compat scope that names openkda. All is loaded now, as nothing may be imported once the scope is over.
+    _HOME = {name: home or "openkda.paddle.nn" for name, home in _HOME.items()}
+    importlib.import_module("openkda.frameworks.paddle")
+    for _name in _HOME:
+        __getattr__(_name)
+    del _name

@@ -10,6 +10,7 @@ never imports a tensor library itself. Three rules, each with a test:
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from types import ModuleType
 from typing import Any
@@ -62,3 +63,25 @@ def of(x: Any) -> ModuleType:
 
 def _kind(x: Any) -> str:
     return f"{type(x).__module__}.{type(x).__name__}"
+
+
+def installed(name: str) -> bool:
+    """Whether a library could be imported; it is not imported to find out."""
+    if name in sys.modules:
+        return sys.modules[name] is not None
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # a finder that refuses it
+        return False
+
+
+def torch_is_paddle(module: str) -> bool:
+    """Whether `import torch` within `module` would give Paddle now: `paddle.enable_compat` is on, for it or for all.
+
+    Looks at the finder that enable_compat puts first on sys.meta_path (paddlepaddle 3.3.1, paddle/compat/proxy.py).
+    """
+    finders = [finder for finder in sys.meta_path if type(finder).__module__ == "paddle.compat.proxy"]
+    return any(
+        finder._globally_enabled or module in finder._local_enabled_scope  # type: ignore[attr-defined]
+        for finder in finders
+    )

@@ -18,14 +18,10 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
-if TYPE_CHECKING:  # where Paddle is not installed, a type checker would take this very file for it
-    paddle: Any
-    Tensor: TypeAlias = Any
-else:
-    import paddle
-    from paddle import Tensor
+import paddle
+from paddle import Tensor
 
 NAME = "paddle"
 OLDEST = (3, 3)  # the first with enable_compat(scope=..) and device= in creation functions
@@ -81,9 +77,9 @@ def on_device(x: Tensor) -> AbstractContextManager[None]:
     """Triton launches go to x's device and to Paddle's stream there; nothing to do on a CPU."""
     if not x.place.is_gpu_place():
         return nullcontext()
-    from openkda.frameworks import paddle_driver
+    from openkda.paddle import driver  # needs triton
 
-    return paddle_driver.active(x.place.gpu_device_id())
+    return driver.active(x.place.gpu_device_id())
 
 
 def is_floating(x: Tensor) -> bool:
@@ -398,8 +394,8 @@ class _Custom(paddle.autograd.PyLayer):
             all_grads[i] = grad
         result = ctx.spec.backward(_SELF, own, *all_grads)
         result = result if isinstance(result, tuple) else (result,)
-        slots = tuple(result[i] if own.needs_input_grad[i] else None for i in ctx.arguments)
-        return slots if len(slots) > 1 else slots[0]
+        slots: tuple[Any, ...] = tuple(result[i] if own.needs_input_grad[i] else None for i in ctx.arguments)
+        return slots[0] if len(slots) == 1 else slots
 
 
 # ---- operators with their derivative as an operator

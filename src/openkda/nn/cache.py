@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch import Tensor
+from openkda import frameworks
 
 
 class KDALayerState(NamedTuple):
     """The state of one layer for N sequences."""
 
-    q_conv: Tensor  # [N, H*K, W-1]   last inputs of each convolution, oldest first, in their dtype
-    k_conv: Tensor  # [N, H*K, W-1]
-    v_conv: Tensor  # [N, HV*V, W-1]
-    recurrent: Tensor  # [N, HV, K, V]  fp32
+    q_conv: Any  # [N, H*K, W-1]   last inputs of each convolution, oldest first, in their dtype
+    k_conv: Any  # [N, H*K, W-1]
+    v_conv: Any  # [N, HV*V, W-1]
+    recurrent: Any  # [N, HV, K, V]  fp32
 
 
 class KDACache:
@@ -40,10 +40,10 @@ class KDACache:
         """Replace the state of a layer."""
         self.states[layer_idx] = state
 
-    def select(self, index: Tensor) -> None:
+    def select(self, index: Any) -> None:
         """Keep the sequences named by index (int64 `[N']`), in its order: beam search, or dropping what has ended."""
         for layer_idx, state in self.states.items():
-            self.states[layer_idx] = KDALayerState(*(x.index_select(0, index) for x in state))
+            self.states[layer_idx] = KDALayerState(*(frameworks.of(x).take(x, index, 0) for x in state))
 
     def reset(self) -> None:
         """Forget everything."""
