@@ -32,8 +32,8 @@ def _linear(width_in: int, width_out: int, dtype: str | None) -> nn.Linear:
 class KimiDeltaAttention(nn.Layer):
     """The attention layer of Kimi Linear and its relatives, with the parameters of `openkda.nn.KimiDeltaAttention`.
 
-    A_log and dt_bias stay fp32 when the layer is cast to a 16-bit dtype (`layer.to(dtype=..)`, `layer.bfloat16()`,
-    `paddle.amp.decorate`), and bear the mark `_no_weight_decay`, for AdamW's `apply_decay_param_fun` to ask for.
+    A_log and dt_bias stay fp32 when the layer is cast to a 16-bit dtype (`layer.to(dtype=..)`, `layer.bfloat16()`),
+    and bear the mark `_no_weight_decay`, for AdamW's `apply_decay_param_fun` to ask for.
 
     Args: as the torch layer, but for `dtype`, a string, of all other parameters; None for Paddle's default.
     Raises: TypeError or ValueError for sizes that make no sense, naming them.
@@ -107,7 +107,7 @@ class KimiDeltaAttention(nn.Layer):
     def _apply(
         self, func: Callable[..., Any], device: Any, dtype: Any, blocking: Any, include_sublayers: bool = True
     ) -> None:
-        """What `to`, `bfloat16` and `amp.decorate` go through: the gate's parameters stay wide."""
+        """What `to`, `bfloat16` and the like go through: the gate's parameters stay wide."""
         gate = {name: self._parameters[name] for name in _rules.GATE_PARAMETERS}
         self._parameters.update(dict.fromkeys(gate))
         try:
