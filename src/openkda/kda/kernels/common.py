@@ -53,7 +53,7 @@ def locate_chunk(chunks, i_c, T, stride_b, stride_t, C: tl.constexpr, PACKED: tl
     per_sequence = tl.cdiv(T, C)
     i_b = i_c // per_sequence
     start = (i_c - i_b * per_sequence).to(tl.int32) * C
-    return i_b * stride_b + start * stride_t, tl.minimum(T - start, C)
+    return i_b * stride_b + start.to(tl.int64) * stride_t, tl.minimum(T - start, C)
 
 
 # ---- activations
@@ -98,9 +98,9 @@ def select_level(i, s, h: tl.constexpr):
 
 
 @triton.jit
-def exponents(keep, g_log2):
+def exponents(keep, g_log2, PRECISION: tl.constexpr):
     """sum over s of keep[.., i, s] g_log2[.., s, :], fp32; terms of one sign, so nothing cancels."""
-    return tl.dot(keep.to(g_log2.dtype), g_log2, input_precision="ieee")
+    return tl.dot(keep.to(g_log2.dtype), g_log2, input_precision=PRECISION)
 
 
 @triton.jit

@@ -50,9 +50,12 @@ from openkda.kda.kernels.tables import CHUNK, Layout
 # ---- pieces
 @triton.jit
 def _row_products(x, y, diagonal):
-    """sum_d x[i, d] y[i, d], [4, 16], of tiles [4, 16, K]: the diagonal of a product, which is cheaper than a sum."""
-    z = tl.dot(x, tl.permute(y, (0, 2, 1)), input_precision="ieee")
-    return tl.sum(tl.where(diagonal, z, 0.0), 2)
+    """sum_d x[i, d] y[i, d], [4, 16], of tiles [4, 16, K]; in 16 bits the diagonal of a product, cheaper than a sum."""
+    if x.dtype == tl.float32:
+        return tl.sum(x * y, 2)
+    else:
+        z = tl.dot(x, tl.permute(y, (0, 2, 1)))
+        return tl.sum(tl.where(diagonal, z, 0.0), 2)
 
 
 @triton.jit
@@ -92,7 +95,7 @@ def _matrix(x):
 @triton.jit
 def _level_scores(q, k, g_log2, sq, sk, i, s, h: tl.constexpr, PRECISION: tl.constexpr):
     """Add these channels to the scores of the pairs of level h; q, k, g_log2 [4, 16, BK], sq, sk [4, 16, 16]."""
-    qf, kf = scaled(q, k, tl.exp2(exponents(select_level(i, s, h), g_log2)))
+    qf, kf = scaled(q, k, tl.exp2(exponents(select_level(i, s, h), g_log2, PRECISION)))
     columns = tl.permute(kf, (0, 2, 1))
     pair = i ^ s  # its highest set bit is the level of the pair
     mine = (pair >= h) & (pair < 2 * h)
@@ -242,12 +245,12 @@ def _prepare_fwd_kernel(
             sq, sk = _level_scores(b_q, b_k, b_g, sq, sk, i3, s3, 1 << level, PRECISION)
 
         # decay from the start of the 16-row block, and to its end: for levels 16 and 32, and the outputs
-        f = tl.exp2(exponents(s3 <= i3, b_g))
+        f = tl.exp2(exponents(s3 <= i3, b_g, PRECISION))
         q_row, k_row = scaled(b_q, b_k, f)
         f *= before
         b_qg = (b_q.to(tl.float32) * f * scale).to(WS)
         b_kd = (b_k.to(tl.float32) * f).to(WS)
-        f = tl.exp2(exponents(s3 > i3, b_g))
+        f = tl.exp2(exponents(s3 > i3, b_g, PRECISION))
         k_col = packed_product(b_k, to_operand(f, OPERAND))
         b_kg = (b_k.to(tl.float32) * (f * behind)).to(WS)
         m_c = o_c < K - i_k
@@ -334,9 +337,6 @@ def _recompute_fwd_kernel(
     m_r = i_r < rows
     m_r2 = m_r[:, None]
 
-    prefetch_rows(k, rows, k_t, C, K)
-    prefetch_rows(v, rows, v_t, C, V)
-    prefetch_rows(g, rows, g_t, C, K)
     b = tl.load(beta + o_b + i_h * b_h + i_r * b_t, mask=m_r, other=0.0).to(tl.float32)
     if BETA_SIGMOID:
         b = beta_scale * sigmoid(b)
@@ -373,9 +373,9 @@ def _recompute_fwd_kernel(
             b_q *= r_q
             b_k *= r_k
         p = i_ch * (C * K) + i2 * K + o_k[None, :]
-        f = tl.exp2(exponents(s2 > i2, terms))
+        f = tl.exp2(exponents(s2 > i2, terms, PRECISION))
         tl.store(kg + p, (b_k * f).to(WS), mask=m_k)
-        f = tl.exp2(exponents(s2 <= i2, terms))
+        f = tl.exp2(exponents(s2 <= i2, terms, PRECISION))
         tl.store(qg + p, (b_q * f * scale).to(WS), mask=m_k)
         b_w = tl.dot(ab, (b_k * f).to(WS), input_precision=PRECISION)
         tl.store(w + p, b_w.to(WS), mask=m_k)
@@ -391,9 +391,11 @@ def _settings(stage: str, q: Any, v: Any, act: Activations, layout: Layout, tile
     settings["BK"] = min(settings["BK"], width)
     settings["BV"] = min(settings["BV"], max(width, triton.next_power_of_2(V)))
     fp32 = dtype == "float32"
+    if fp32:
+        settings.pop("maxnreg", None)
     settings |= {"K": K, "V": V, "KW": width, "C": CHUNK, "PACKED": layout.packed}
     settings |= {"GATE": act.gate, "L2NORM": act.l2norm, "BETA_SIGMOID": act.beta_sigmoid}
-    settings |= {"TERM": tl.float32 if fp32 else tl.float16, "PRECISION": "ieee" if fp32 else "tf32"}
+    settings |= {"TERM": tl.float32 if fp32 else tl.float16, "PRECISION": "tf32x3" if fp32 else "tf32"}
     if stage == "prepare_fwd":
         small = act.l2norm or dtype == "float16"  # scores cannot leave the range of fp16
         settings["OPERAND"] = tl.float32 if fp32 else tl.float16 if small else tl.bfloat16

@@ -23,6 +23,10 @@ def _row(BV: int, num_warps: int, num_stages: int, TMA: bool = False) -> dict[st
     return {"BV": BV, "num_warps": num_warps, "num_stages": num_stages, "TMA": TMA}
 
 
+def _gradients(BV: int, programs: int, **options: int) -> dict[str, Any]:
+    return {"BK": 64, "BV": BV, "KC": 32, "PROGRAMS": programs, "num_warps": 4, "num_stages": 1, **options}
+
+
 TABLES: dict[str, dict[int, list[Row]]] = {
     # Serial over chunks, parallel over sequences, heads and V tiles: the widest tile that still fills 132 SMs, until
     # there is more than a wave of programs anyway.
@@ -44,7 +48,22 @@ TABLES: dict[str, dict[int, list[Row]]] = {
     "reverse_scan_bwd_hopper": {90: [(40, {"BV": 64, "RING": 3}), (ANY, {"BV": 64, "RING": 2})]},
     # One chunk a program, four warps, one a 16-row block; BK channels at a time, more would spill.
     "prepare_fwd": {family: [(ANY, {"BK": 32, "BV": 128, "num_warps": 4, "num_stages": 1})] for family in FAMILIES},
-    "recompute_fwd": {family: [(ANY, {"BK": 64, "BV": 128, "num_warps": 4, "num_stages": 1})] for family in FAMILIES},
+    # The same; 128 registers let four programs share a multiprocessor of sm_90.
+    "recompute_fwd": {
+        80: [(ANY, {"BK": 32, "BV": 128, "num_warps": 4, "num_stages": 1})],
+        89: [(ANY, {"BK": 32, "BV": 128, "num_warps": 4, "num_stages": 1})],
+        90: [
+            (ANY, {"BK": 32, "BV": 128, "num_warps": 4, "num_stages": 1, "maxnreg": 128})
+        ],  # 4 programs a multiprocessor
+        100: [(ANY, {"BK": 32, "BV": 128, "num_warps": 4, "num_stages": 1})],
+    },
+    # BK, BV: of the values kernel. KC: channels of a program of the keys kernel; PROGRAMS of them run at a time.
+    "gradients_bwd": {
+        80: [(ANY, _gradients(64, 432))],
+        89: [(ANY, _gradients(32, 512))],
+        90: [(ANY, _gradients(64, 528, maxnreg=128))],
+        100: [(ANY, _gradients(64, 592))],
+    },
     "reverse_scan_bwd": {
         80: [(ANY, _row(32, 4, 2))],
         89: [(ANY, _row(32, 4, 1))],
