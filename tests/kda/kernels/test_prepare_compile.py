@@ -43,7 +43,7 @@ def test_prepare_keeps_its_loops_in_registers_on_sm_90(stage, gate):
     used = prepare_report(stage, 90, gate)
     assert used.target == "sm_90a"
     assert used.wgmma_notes == 0, used
-    # a few words are put aside once, from the head of a program to its end; what spills in a loop takes hundreds of bytes
+    # a few words are put aside once, from head to end of a program; what spills in a loop takes hundreds of bytes
     assert max(used.spill_stores, used.spill_loads) <= 96, used
     assert used.shared <= SHARED_LIMIT[90] // 4, used  # shared memory is not what limits programs a multiprocessor
 
