@@ -45,33 +45,85 @@ def factors_by_difference_of_clamped(fw: ModuleType, g: Tensor) -> Any:
     return factors_by_difference(fw, g.clamp_min(-110.0))
 
 
-# ---- written values
-def states_from_w_and_u(mm: Any, chunks: Any, S0: Any, operands: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-    """chunk_states with the inverse multiplied in before the scan: Vn = U - W S, W = A (b k Din), U = A (b v)."""
-    inverse, n, beta, v, kd, kg, d_all = operands
-    w, u = mm.solve(inverse, n, beta * kd), stored(mm.solve(inverse, n, beta * v))
-    S = S0 if S0 is not None else v.new_zeros(v.shape[0], v.shape[2], kd.shape[-1], v.shape[-1])
-    before, values = [], []
-    for c in range(v.shape[1]):
-        before.append(S)
-        values.append(u[:, c] - mm(w[:, c], S))
-        S = d_all[:, c, ..., None] * S + mm(kg[:, c].transpose(-1, -2), values[-1])
-    return torch.stack(before, 1), torch.stack(values, 1), S
+# ---- derivative of the solve
+class Solve:
+    """x = A r, A = (I + n)^-1, with dr = A^T dx and dn = -dr x^T: what `eager.Scan` does."""
+
+    @staticmethod
+    def forward(fw: ModuleType, ctx: Any, inverse: Any, n: Any, r: Any, operand_dtype: str | None) -> Any:
+        x = eager.rounded_product(fw, inverse, r, operand_dtype)
+        ctx.save_for_backward(inverse, x)
+        ctx.operand_dtype = operand_dtype
+        return x
+
+    @staticmethod
+    def backward(fw: ModuleType, ctx: Any, dx: Any) -> tuple:
+        inverse, x = ctx.saved_tensors
+        dr = eager.rounded_product(fw, fw.swap(inverse), dx, ctx.operand_dtype)
+        dn = fw.tril(-eager.rounded_product(fw, dr, fw.swap(x), ctx.operand_dtype), -1)
+        return None, dn, dr, None
 
 
-def stored(u: Tensor) -> Tensor:
-    """U between two kernels: kept in fp32."""
-    return u
+class SolveThroughInverse:
+    """The same with the textbook derivative, through the inverse: dA = dx r^T, dn = -A^T dA A^T."""
+
+    @staticmethod
+    def forward(fw: ModuleType, ctx: Any, inverse: Any, n: Any, r: Any, operand_dtype: str | None) -> Any:
+        ctx.save_for_backward(inverse, r)
+        ctx.operand_dtype = operand_dtype
+        return eager.rounded_product(fw, inverse, r, operand_dtype)
+
+    @staticmethod
+    def backward(fw: ModuleType, ctx: Any, dx: Any) -> tuple:
+        inverse, r = ctx.saved_tensors
+
+        def product(x: Any, y: Any) -> Any:
+            return eager.rounded_product(fw, x, y, ctx.operand_dtype)
+
+        transposed = fw.swap(inverse)
+        d_inverse = product(dx, fw.swap(r))
+        dn = fw.tril(-product(transposed, product(d_inverse, transposed)), -1)
+        return None, dn, product(transposed, dx), None
 
 
-def stored_in_bf16(u: Tensor) -> Tensor:
-    """U between two kernels: half the bytes."""
-    return u.bfloat16().to(u.dtype)
+# ---- written values: chunk_states for dense input, by autograd
+def states(write: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """A scan in which `write(fw, mm, c, S, operands)` gives the written values of chunk c."""
+
+    def chunk_states(
+        fw: ModuleType, chunks: Any, S0: Tensor | None, operands: tuple[Tensor, ...], operand_dtype: str | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        mm = eager.Matmul(fw, operand_dtype)
+        _, _, _, v, kd, kg, d_all = operands
+        S = S0 if S0 is not None else v.new_zeros(v.shape[0], v.shape[2], kd.shape[-1], v.shape[-1])
+        before, values = [], []
+        for c in range(v.shape[1]):
+            before.append(S)
+            values.append(write(fw, mm, S, [x[:, c] for x in operands]))
+            S = d_all[:, c, ..., None] * S + mm(kg[:, c].transpose(-1, -2), values[-1])
+        return torch.stack(before, 1), torch.stack(values, 1), S
+
+    return chunk_states
 
 
-def states_from_w_and_bf16_u(*args: Any) -> tuple[Any, Any, Any]:
-    with patch.object(sys.modules[__name__], "stored", stored_in_bf16):
-        return states_from_w_and_u(*args)
+def by_residual(fw: ModuleType, mm: Any, S: Tensor, operands: Sequence[Tensor]) -> Tensor:
+    """Vn = A (b (v - k Din S)), with the textbook derivative of A."""
+    inverse, n, beta, v, kd, _, _ = operands
+    return fw.custom(SolveThroughInverse, inverse, n, beta * (v - mm(kd, S)), mm.operand_dtype)
+
+
+def by_w_and_u(fw: ModuleType, mm: Any, S: Tensor, operands: Sequence[Tensor]) -> Tensor:
+    """Vn = U - W S with W = A (b k Din), U = A (b v): the inverse is multiplied in before the scan."""
+    inverse, n, beta, v, kd, _, _ = operands
+    w, u = (fw.custom(Solve, inverse, n, beta * x, mm.operand_dtype) for x in (kd, v))
+    return u - mm(w, S)
+
+
+def by_w_and_u_in_bf16(fw: ModuleType, mm: Any, S: Tensor, operands: Sequence[Tensor]) -> Tensor:
+    """The same with U in half the bytes, as it would travel between two kernels."""
+    inverse, n, beta, v, kd, _, _ = operands
+    w, u = (fw.custom(Solve, inverse, n, beta * x, mm.operand_dtype) for x in (kd, v))
+    return u.bfloat16().to(u.dtype) - mm(w, S)
 
 
 # ---- inverse
@@ -100,29 +152,6 @@ def inverse_by_substitution(fw: ModuleType, beta: Tensor, akk_blocks: dict[int, 
         n = assemble(fw, beta, akk_blocks)
         eye = torch.eye(n.shape[-1], dtype=n.dtype)
         return torch.linalg.solve_triangular(eye + n, eye.expand_as(n), upper=False, unitriangular=True)
-
-
-# ---- derivative of the solve
-class SolveThroughInverse:
-    """Solve with the textbook derivative, through the inverse: dA = dx r^T, dN = -A^T dA A^T."""
-
-    @staticmethod
-    def forward(fw: ModuleType, ctx: Any, inverse: Any, n: Any, r: Any, operand_dtype: str | None) -> Any:
-        ctx.save_for_backward(inverse, r)
-        ctx.operand_dtype = operand_dtype
-        return eager._rounded_product(fw, inverse, r, operand_dtype)
-
-    @staticmethod
-    def backward(fw: ModuleType, ctx: Any, dx: Any) -> tuple:
-        inverse, r = ctx.saved_tensors
-
-        def product(x: Any, y: Any) -> Any:
-            return eager._rounded_product(fw, x, y, ctx.operand_dtype)
-
-        transposed = fw.swap(inverse)
-        d_inverse = product(dx, fw.swap(r))
-        dn = fw.tril(-product(transposed, product(d_inverse, transposed)), -1)
-        return None, dn, product(transposed, dx), None
 
 
 Choice = tuple[str, dict[str, Callable[..., Any] | type]]  # name, and what it replaces in openkda.kda.eager
@@ -158,8 +187,8 @@ QUESTIONS: dict[str, tuple[list[Choice], dict[str, Inputs], str | None]] = {
     "written values, bf16 operands": (
         [
             ("residual form (openkda)", {}),
-            ("W and U, U in fp32", {"chunk_states": states_from_w_and_u}),
-            ("W and U, U in bf16", {"chunk_states": states_from_w_and_bf16_u}),
+            ("W and U, U in fp32", {"chunk_states": states(by_w_and_u)}),
+            ("W and U, U in bf16", {"chunk_states": states(by_w_and_u_in_bf16)}),
         ],
         {
             "softplus": {"gate": "softplus"},
@@ -169,7 +198,7 @@ QUESTIONS: dict[str, tuple[list[Choice], dict[str, Inputs], str | None]] = {
         "bfloat16",
     ),
     "derivative of the solve, bf16 operands": (
-        [("-dr x^T (openkda)", {}), ("through the inverse", {"Solve": SolveThroughInverse})],
+        [("-dr x^T (openkda)", {}), ("through the inverse", {"chunk_states": states(by_residual)})],
         {
             "softplus": {"gate": "softplus"},
             "slow": {"gate": "slow"},

@@ -1,6 +1,6 @@
 """Kimi Delta Attention in chunks of 64 tokens, matmuls only, on any device: the fast definition.
 
-Gradients are the library's autograd around three derivatives by hand: `IntraChunk`, `Solve` and `RoundedMatmul`.
+Gradients are the library's autograd around three derivatives by hand: `IntraChunk`, `Scan` and `RoundedMatmul`.
 
 Names are those of docs/maths.md; q stands for scale * q, b for beta, * is elementwise. Per chunk and value head:
 
@@ -88,7 +88,8 @@ def chunk_kda(
     aqk, akk, d_in, d_out, d_all = fw.custom(IntraChunk, q, k, g, operand_dtype)
     inverse = triangular_inverse(fw, beta, level_blocks(fw, akk))
     S0 = fw.swap(initial_state) if state_v_first and initial_state is not None else initial_state
-    S, v_new, S_last = chunk_states(mm, chunks, S0, (inverse, beta * akk, beta, v, k * d_in, k * d_out, d_all))
+    operands = (inverse, beta * akk, beta, v, k * d_in, k * d_out, d_all)
+    S, v_new, S_last = chunk_states(fw, chunks, S0, operands, operand_dtype)
     o = mm(q * d_in, S) + mm(aqk, v_new)  # [R, NC, HV, C, V]
 
     o = fw.cast(chunks.join(o), out_dtype)
@@ -142,12 +143,8 @@ class Matmul:
             return self.fw.matmul(x, y)
         return self.fw.custom(RoundedMatmul, x, y, self.operand_dtype)
 
-    def solve(self, inverse: Any, n: Any, r: Any) -> Any:
-        """(I + n)^-1 r, where `inverse` is known; differentiable in n and r."""
-        return self.fw.custom(Solve, inverse, n, r, self.operand_dtype)
 
-
-def _rounded_product(fw: ModuleType, x: Any, y: Any, operand_dtype: str | None) -> Any:
+def rounded_product(fw: ModuleType, x: Any, y: Any, operand_dtype: str | None) -> Any:
     if operand_dtype is not None:
         x, y = (fw.cast(fw.cast(t, operand_dtype), fw.dtype_name(t)) for t in (x, y))
     if fw.shape(y)[-2] == 1:  # the blocks of levels 1 and 2: outer products, for which a matmul is many times slower
@@ -164,34 +161,14 @@ class RoundedMatmul:
     def forward(fw: ModuleType, ctx: Any, x: Any, y: Any, operand_dtype: str) -> Any:
         ctx.save_for_backward(x, y)
         ctx.operand_dtype = operand_dtype
-        return _rounded_product(fw, x, y, operand_dtype)
+        return rounded_product(fw, x, y, operand_dtype)
 
     @staticmethod
     def backward(fw: ModuleType, ctx: Any, dz: Any) -> tuple:
         x, y = ctx.saved_tensors
-        dx = _rounded_product(fw, dz, fw.swap(y), ctx.operand_dtype) if ctx.needs_input_grad[0] else None
-        dy = _rounded_product(fw, fw.swap(x), dz, ctx.operand_dtype) if ctx.needs_input_grad[1] else None
+        dx = rounded_product(fw, dz, fw.swap(y), ctx.operand_dtype) if ctx.needs_input_grad[0] else None
+        dy = rounded_product(fw, fw.swap(x), dz, ctx.operand_dtype) if ctx.needs_input_grad[1] else None
         return dx, dy, None
-
-
-class Solve:
-    """x = (I + n)^-1 r by a known inverse. dr = (I + n)^-T dx and dn = -dr x^T: the inverse itself needs no
-    derivative.
-    """
-
-    @staticmethod
-    def forward(fw: ModuleType, ctx: Any, inverse: Any, n: Any, r: Any, operand_dtype: str | None) -> Any:
-        x = _rounded_product(fw, inverse, r, operand_dtype)
-        ctx.save_for_backward(inverse, x)
-        ctx.operand_dtype = operand_dtype
-        return x
-
-    @staticmethod
-    def backward(fw: ModuleType, ctx: Any, dx: Any) -> tuple:
-        inverse, x = ctx.saved_tensors
-        dr = _rounded_product(fw, fw.swap(inverse), dx, ctx.operand_dtype)
-        dn = fw.tril(-_rounded_product(fw, dr, fw.swap(x), ctx.operand_dtype), -1)
-        return None, dn, dr, None
 
 
 # ---------------------------------------------------------------- decay
@@ -306,7 +283,7 @@ class IntraChunk:
         q_blocks, k_blocks = level_blocks(fw, d_aqk), level_blocks(fw, d_akk)
 
         def product(x: Any, y: Any) -> Any:
-            return _rounded_product(fw, x, y, ctx.operand_dtype)
+            return rounded_product(fw, x, y, ctx.operand_dtype)
 
         diagonal = fw.diagonal(d_aqk)[..., None]
         dq, dk, d_levels = diagonal * k, diagonal * q, {}
@@ -326,7 +303,7 @@ class IntraChunk:
 
 
 def triangular_inverse(fw: ModuleType, beta: Any, akk_blocks: dict[int, Any]) -> Any:
-    """(I + diag(beta) Akk)^-1 [.., C, C], unrounded, outside autograd (`Solve` has the derivative).
+    """(I + diag(beta) Akk)^-1 [.., C, C], unrounded, outside autograd (`Scan` has the derivative).
 
     By doubling: the inverse of [[P, 0], [N, Q]] is [[P^-1, 0], [-Q^-1 N P^-1, Q^-1]]. Only true inverses are
     multiplied, so equal keys with beta = 1 and slow decay do no harm; a Neumann series loses all digits there.
@@ -343,48 +320,103 @@ def triangular_inverse(fw: ModuleType, beta: Any, akk_blocks: dict[int, Any]) ->
 
 
 # ---------------------------------------------------------------- across chunks
-def chunk_states(mm: Matmul, chunks: Chunks, S0: Any | None, operands: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+def chunk_states(
+    fw: ModuleType, chunks: Chunks, S0: Any | None, operands: tuple[Any, ...], operand_dtype: str | None
+) -> tuple[Any, Any, Any]:
     """Carry the state over the chunks, in order.
 
-    operands: inverse, n [R, NC, HV, C, C]; beta [.., C, 1]; v [.., C, V]; kd = k Din, kg = k Dout [.., C, K]; Dall [..,
-        K].
+    operands: inverse, n [R, NC, HV, C, C]; beta [.., C, 1]; v [.., C, V]; kd = k Din, kg = k Dout [.., C, K]; Dall
+        [.., K].
     S0: [N, HV, K, V] or None for zeros.
-    Returns S before every chunk [R, NC, HV, K, V], the written values Vn [R, NC, HV, C, V], the final states [N, HV, K,
-    V].
+    Returns S before every chunk [R, NC, HV, K, V], the written values Vn [R, NC, HV, C, V], the final states
+        [N, HV, K, V].
     """
-    fw, table = mm.fw, chunks.table
-    v, kd = operands[3], operands[4]
-    R, _, HV, _, K = fw.shape(kd)
-    V = fw.shape(v)[-1]
-    zeros = fw.zeros((R, HV, K, V), like=v)
-    starts, first = _sequence_starts(fw, table, S0)
-    S = S0 if table is None and S0 is not None else zeros
-    before, values, after = [], [], []
-    for c, (inverse, n, beta, v, kd, kg, d_all) in enumerate(zip(*(fw.unstack(x, 1) for x in operands), strict=True)):
-        if table is not None:
-            S = fw.where(first[c], zeros if starts is None else starts[c][None], S)
-        v_new = mm.solve(inverse, n, beta * (v - mm(kd, S)))
-        before.append(S)
-        values.append(v_new)
-        S = d_all[..., None] * S + mm(fw.swap(kg), v_new)
-        after.append(S)
-    return fw.stack(before, 1), fw.stack(values, 1), S if table is None else _final_states(fw, table, S0, after)
-
-
-def _sequence_starts(fw: ModuleType, table: packing.ChunkTable | None, S0: Any | None) -> tuple[Any, Any]:
-    """Per chunk: the initial state of its sequence [HV, K, V] (None for zeros), and whether it begins there (0-d
-    bool).
-    """
+    table, first, starts = chunks.table, None, S0
+    if table is not None:
+        first = table.first
+        starts = None if S0 is None else fw.take(S0, table.sequence, 0)  # [NC, HV, K, V]
+    before, v_new, after = fw.custom(Scan, starts, *operands, first, operand_dtype)
     if table is None:
-        return None, None
-    return None if S0 is None else fw.unstack(fw.take(S0, table.sequence, 0), 0), fw.unstack(table.first, 0)
-
-
-def _final_states(fw: ModuleType, table: packing.ChunkTable, S0: Any | None, after: list[Any]) -> Any:
-    """[N, HV, K, V]: the state after each sequence's last chunk; an empty slot passes its initial state through, bit
-    for bit.
-    """
+        return before, v_new, after
+    # An empty slot has no chunk: it passes its initial state through, bit for bit.
     N = fw.shape(table.last_chunk)[0]
-    ends = fw.concat(after, 0)  # [NC, HV, K, V], as R = 1
-    through = fw.zeros((N, *fw.shape(ends)[1:]), like=ends) if S0 is None else S0
-    return fw.take(fw.concat([ends, through], 0), table.last_chunk, 0)
+    through = fw.zeros((N, *fw.shape(after)[1:]), like=after) if S0 is None else S0
+    return before, v_new, fw.take(fw.concat([after, through], 0), table.last_chunk, 0)
+
+
+class Scan:
+    """Per chunk, from the state S before it:  Vn = A (b * (v - Kd S)),  S' = Dall * S + Kg^T Vn.
+
+    Backwards, with dS' the gradient of the state after the chunk and L = I + n = A^-1:
+
+        dVn += Kg dS'    X = A^T dVn    dS += Dall * dS' - Kd^T (b * X)                         in order
+        dn = -stril(X Vn^T)    db = X . (v - Kd S)    dv = b * X    dKd = -(b * X) S^T          all chunks at once
+        dKg = Vn dS'^T         dDall = S . dS'
+
+    A itself needs no derivative, as Vn = L^-1 R gives dL = -(L^-T dVn) Vn^T.
+    """
+
+    @staticmethod
+    def forward(
+        fw: ModuleType,
+        ctx: Any,
+        starts: Any | None,  # dense: [R, HV, K, V]; packed: [NC, HV, K, V], read where a chunk begins a sequence
+        inverse: Any,
+        n: Any,
+        beta: Any,
+        v: Any,
+        kd: Any,
+        kg: Any,
+        d_all: Any,
+        first: Any | None,  # packed: bool [NC], the chunk begins a sequence
+        operand_dtype: str | None,
+    ) -> tuple:
+        R, NC, HV, _, K = fw.shape(kd)
+        zeros = fw.zeros((R, HV, K, fw.shape(v)[-1]), like=v)
+        S = zeros if starts is None or first is not None else starts
+        before, residuals, values, after = [], [], [], []
+        for c in range(NC):
+            if first is not None:
+                S = fw.where(first[c], zeros if starts is None else starts[c][None], S)
+            residual = v[:, c] - rounded_product(fw, kd[:, c], S, operand_dtype)
+            v_new = rounded_product(fw, inverse[:, c], beta[:, c] * residual, operand_dtype)
+            before.append(S)
+            residuals.append(residual)
+            values.append(v_new)
+            S = d_all[:, c, ..., None] * S + rounded_product(fw, fw.swap(kg[:, c]), v_new, operand_dtype)
+            after.append(S)
+        before, residuals, values = (fw.stack(x, 1) for x in (before, residuals, values))
+        packed = () if first is None else (first,)
+        ctx.save_for_backward(inverse, beta, kd, kg, d_all, before, residuals, values, *packed)
+        ctx.operand_dtype, ctx.has_starts = operand_dtype, starts is not None
+        return before, values, fw.copy(S) if first is None else fw.concat(after, 0)
+
+    @staticmethod
+    def backward(fw: ModuleType, ctx: Any, d_before: Any, d_values: Any, d_after: Any) -> tuple:
+        inverse, beta, kd, kg, d_all, before, residuals, values, *packed = ctx.saved_tensors
+        first = packed[0] if packed else None
+        zeros, operand_dtype = fw.zeros(fw.shape(before[:, 0]), like=before), ctx.operand_dtype
+        dS = d_after if first is None else zeros
+        xs, d_states, d_starts = [], [], []
+        for c in reversed(range(fw.shape(kd)[1])):
+            if first is not None:
+                dS = dS + d_after[c][None]
+            d_v_new = d_values[:, c] + rounded_product(fw, kg[:, c], dS, operand_dtype)
+            x = rounded_product(fw, fw.swap(inverse[:, c]), d_v_new, operand_dtype)
+            xs.append(x)
+            d_states.append(dS)
+            back = rounded_product(fw, fw.swap(kd[:, c]), beta[:, c] * x, operand_dtype)
+            dS = d_before[:, c] + d_all[:, c, ..., None] * dS - back
+            if first is not None:
+                d_starts.append(fw.where(first[c], dS, zeros))
+                dS = fw.where(first[c], zeros, dS)
+        x, d_state = fw.stack(xs[::-1], 1), fw.stack(d_states[::-1], 1)
+        dv = beta * x
+        dn = fw.tril(-rounded_product(fw, x, fw.swap(values), operand_dtype), -1)
+        dkd = -rounded_product(fw, dv, fw.swap(before), operand_dtype)
+        dkg = rounded_product(fw, values, fw.swap(d_state), operand_dtype)
+        d_beta, d_dall = fw.sum(x * residuals, -1, keepdim=True), fw.sum(before * d_state, -1)
+        d_start = None
+        if ctx.has_starts:
+            d_start = dS if first is None else fw.concat(d_starts[::-1], 0)
+        return d_start, None, dn, d_beta, dv, dkd, dkg, d_dall, None, None
