@@ -398,6 +398,46 @@ class _Custom(paddle.autograd.PyLayer):
         return slots[0] if len(slots) == 1 else slots
 
 
+# ---- two streams
+class _InOrder:
+    """Runs launches on the current stream; `frameworks/torch.py` has one that runs them beside it."""
+
+    def launch(self, run: Callable[[], None]) -> None:
+        run()
+
+    def join(self, event: None) -> None:
+        pass
+
+
+def in_order() -> _InOrder:
+    return _InOrder()
+
+
+def beside(x: Tensor) -> _InOrder:
+    """On the same stream: a memory block that Paddle frees may be in use on another one."""
+    return _InOrder()
+
+
+# ---- two streams
+class _InOrder:
+    """Runs launches at once, on the current stream."""
+
+    def launch(self, run: Callable[[], None]) -> None:
+        run()
+
+    def join(self, event: None) -> None:
+        pass
+
+
+def beside(x: Tensor) -> _InOrder:
+    """torch's runs launches on a second stream; here they are in order, with the same results."""
+    return _InOrder()
+
+
+def in_order() -> _InOrder:
+    return _InOrder()
+
+
 # ---- operators with their derivative as an operator
 def operator(spec: Any) -> Callable[..., tuple]:
     """The function of a custom operator; `frameworks/torch.py` says what spec has.

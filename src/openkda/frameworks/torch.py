@@ -322,7 +322,7 @@ class _Custom(torch.autograd.Function):
 
 # ---- two streams
 class _Beside:
-    """Runs launches on a second stream of x's device; on a CPU, in order."""
+    """Runs launches on a second stream of x's device; on a CPU, at once."""
 
     _streams: ClassVar[dict[int, Any]] = {}
 
@@ -354,6 +354,20 @@ class _Beside:
 def beside(x: Tensor) -> _Beside:
     """See `_Beside`; for stages that leave most of a GPU idle."""
     return _Beside(x)
+
+
+class _InOrder:
+    """The same, without a second stream."""
+
+    def launch(self, run: Callable[[], None]) -> None:
+        run()
+
+    def join(self, event: None) -> None:
+        pass
+
+
+def in_order() -> _InOrder:
+    return _InOrder()
 
 
 # ---- operators that compilers see as one

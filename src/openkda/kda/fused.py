@@ -25,7 +25,7 @@ from openkda import frameworks
 from openkda.kda.kernels import gradients, prepare, scan
 from openkda.kda.kernels.common import Activations
 from openkda.kda.kernels.tables import CHUNK, GROUP, Layout, make_layout, zero_tail
-from openkda.kda.segments import FULL, Segment, num_starts, split
+from openkda.kda.segments import Segment, num_starts, overlaps, split
 
 INPUTS = ("q", "k", "v", "g", "beta")
 KEPT = ("a", "aqk", "checkpoints", "starts")  # starts: S before every segment but the first, fp32
@@ -166,8 +166,8 @@ def _result_sizes(
 
 
 def _starts_size(fw: ModuleType, tensors: tuple, x: Options) -> tuple:
-    (B, T, _, K), (HV, V) = fw.shape(tensors[0]), fw.shape(tensors[2])[2:]
-    count = num_starts(B, T, HV, packed=tensors[8] is not None, batch_invariant=x.batch_invariant)
+    (B, _, _, K), (HV, V) = fw.shape(tensors[0]), fw.shape(tensors[2])[2:]
+    count = num_starts(B, HV, packed=tensors[8] is not None, batch_invariant=x.batch_invariant)
     return (count, B, HV, *((V, K) if x.v_first else (K, V)))
 
 
@@ -211,11 +211,6 @@ def _segments(fw: ModuleType, inputs: dict, cu_seqlens: Any | None, x: Options) 
     return split(B, T, HV, packed=cu_seqlens is not None, batch_invariant=x.batch_invariant)
 
 
-def _lag(fw: ModuleType, inputs: dict) -> int:
-    """How many segments the other stages run ahead of the serial scans: 1 where the scans leave most of a GPU idle."""
-    return int(fw.shape(inputs["v"])[0] * fw.shape(inputs["v"])[2] <= FULL)
-
-
 def _part(tensors: dict[str, Any], s: Segment) -> dict[str, Any]:
     """Views of token tensors [B, T, ..]; of a segment in time B is 1, so that the views' rows stay where they are."""
     return {name: t[s.batch, s.tokens] for name, t in tensors.items()}
@@ -230,8 +225,10 @@ def _forward(fw: ModuleType, tensors: tuple, x: Options, final: bool, keep: bool
     starts = kept["starts"] if keep else fw.empty(_starts_size(fw, tensors, x), like=inputs["v"], dtype="float32")
     names = (("a", "aqk") if keep else ()) + (MORE if keep_all else ())
     others = [n for n in ("a", "aqk", *MORE) if n not in names]
-    side, running, lag = fw.beside(inputs["q"]), [], _lag(fw, inputs)
-    for s in _segments(fw, inputs, tensors[8], x):
+    segments = _segments(fw, inputs, tensors[8], x)
+    lag = int(len(segments) > 1 and overlaps(fw.shape(o)[0], fw.shape(o)[2]))  # segments that run ahead of the scans
+    side, running = fw.beside(o) if lag else fw.in_order(), []
+    for s in segments:
         while len(running) > lag:  # one segment more has workspaces than there are in the scan
             event, workspaces = running.pop(0)
             side.join(event)
@@ -260,24 +257,28 @@ def _backward(
     inputs, act, initial_state = _readable(fw, tensors, x)
     do = fw.zeros(fw.shape(inputs["v"]), like=inputs["v"]) if do is None else _rows(fw, do)
     dfinal = None if dfinal is None else fw.contiguous(dfinal)
-    grads = list(_gradients_like(fw, tensors[:8], wanted))
+    grads: list[Any] = [None] * 8
+    if wanted[5]:
+        (grads[5],) = _gradients_like(fw, tensors[5:6], [True])
     stage_wanted = any(wanted[:5]) or any(wanted[6:])
-    # The stage writes all token gradients at once; those that nobody asked for are dropped at the end.
-    dtokens, dparameters = {}, []
-    if stage_wanted:
-        pairs = zip(INPUTS, tensors[:5], grads[:5], wanted[:5], strict=True)
-        dtokens = {"d" + n: grad if want else fw.empty(fw.shape(t), like=t) for n, t, grad, want in pairs}
-
-    side, waiting, dstate, lag = fw.beside(inputs["q"]), [], None, _lag(fw, inputs)
+    dtokens: dict[str, Any] = {}
+    dparameters: list[dict[str, Any]] = []
+    segments = _segments(fw, inputs, tensors[8], x)
+    lag = int(len(segments) > 1 and overlaps(fw.shape(do)[0], fw.shape(do)[2]))
+    side, waiting, dstate = fw.beside(do) if lag else fw.in_order(), [], None
 
     def finish(s: Segment, layout: Layout, event: Any, workspaces: dict, work: dict) -> None:
         side.join(event)
         workspaces.clear()
         if stage_wanted:
+            if not dtokens:  # not before the first scans are done with their workspaces
+                # the stage writes all token gradients; those that nobody asked for are dropped at the end
+                grads[:5] = _gradients_like(fw, tensors[:5], [True] * 5)
+                dtokens.update(zip(["d" + n for n in INPUTS], grads, strict=False))
             part = _part({**inputs, "do": do, **dtokens}, s)
             dparameters.append(gradients.gradients_bwd(**part, **work, act=act, layout=layout))
 
-    for s in reversed(_segments(fw, inputs, tensors[8], x)):
+    for s in reversed(segments):
         layout = make_layout(_part(inputs, s)["q"], tensors[8])
         mine = {n: t[s.chunks(layout)] for n, t in kept.items() if n in ("a", "aqk", *MORE)}
         mine["checkpoints"] = kept["checkpoints"][s.checkpoints(layout)]
@@ -299,10 +300,10 @@ def _backward(
         if wanted[i]:
             total = functools.reduce(operator.add, [d[name] for d in dparameters])
             grads[i] = fw.reshape(total, fw.shape(tensors[i]))
-    for n, want in zip(INPUTS, wanted[:5], strict=True):
-        if want:
-            zero_tail(dtokens["d" + n], layout)
-    return tuple(grads)
+    for gradient in dtokens.values():
+        zero_tail(gradient, layout)
+    nothing = _gradients_like(fw, tensors[:8], [False] * 8)
+    return tuple(grad if want else none for grad, want, none in zip(grads, wanted, nothing, strict=True))
 
 
 def _backward_scans(

@@ -29,6 +29,7 @@ oracle   scan.py
 # (a launch passes plain values for constexpr parameters; device functions are no plain Python)
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from triton.experimental import gluon
@@ -402,21 +403,27 @@ def _reverse_scan_bwd_hopper_kernel(
 
 
 # ---------------------------------------------------------------- launchers
+@functools.cache
+def _shared(*shape: int) -> Any:
+    """The shared-memory layout of a tile: bf16 if it has two axes, fp32 if one."""
+    if len(shape) == 2:
+        return gl.NVMMASharedLayout.get_default_for(list(shape), gl.bfloat16)
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+
+
 def _tiles(x: Any, height: int, width: int, stride: int, rows: int, cols: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for([rows, cols], gl.bfloat16)
-    return TensorDescriptor(x, [height, width], [stride, 1], [rows, cols], layout)
+    return TensorDescriptor(x, [height, width], [stride, 1], [rows, cols], _shared(rows, cols))
 
 
 def _workspace(x: Any, cols: int, rows: int = CHUNK) -> TensorDescriptor:
     """Tiles [rows, cols] of a contiguous workspace [NC, HV, height, width]."""
-    NC, HV, height, width = (int(n) for n in x.shape)
+    NC, HV, height, width = x.shape
     return _tiles(x, NC * HV * height, width, width, rows, cols)
 
 
 def _decay(decay: Any) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    NC, HV, K = (int(n) for n in decay.shape)
-    return TensorDescriptor(decay, [NC * HV * K], [1], [K], layout)
+    NC, HV, K = decay.shape
+    return TensorDescriptor(decay, [NC * HV * K], [1], [K], _shared(K))
 
 
 def takes(w: Any, token_tensor: Any) -> bool:
