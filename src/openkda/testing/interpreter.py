@@ -9,6 +9,7 @@ shipped it computes on the bit patterns of bf16 numbers, which gives silent garb
 | fp32 to bf16 | truncates; here round to nearest even, NaN stays NaN | 3.6 to 3.8 |
 | "tf32" dots | use all of fp32; here operands are rounded to 10 mantissa bits, as in tensor cores | 3.6 to 3.8 |
 | "bf16x3", "bf16x6" dots | refused by an assertion; here allowed, in fp32 | 3.6 to 3.8 |
+| Paddle tensors | lack what the interpreter calls; here it gets torch tensors that share their memory | 3.6 to 3.8 |
 | run-time loop bounds | `int()` of a one-element array, which numpy 2.4 refuses | 3.6 and 3.7 |
 | infinities and NaN | numpy warns of each, and a test run makes that an error; a GPU makes them silently | 3.6 to 3.8 |
 
@@ -46,6 +47,7 @@ def install() -> None:
     _correct_bf16()
     _correct_dot()
     _correct_loop_bounds()
+    _accept_paddle_tensors()
     np.seterr(all="ignore")
     _installed = True
 
@@ -190,3 +192,25 @@ def _correct_loop_bounds() -> None:
         return result
 
     interpreter._patch_lang_tensor = patch
+
+
+def _accept_paddle_tensors() -> None:
+    """Zero-copy stand-ins: a torch tensor made by DLPack from each Paddle tensor of a launch."""
+    import sys
+
+    from triton.runtime import interpreter
+
+    shipped = interpreter.GridExecutor.__call__
+
+    def as_torch(x: Any) -> Any:
+        paddle = sys.modules.get("paddle")
+        if paddle is None or not isinstance(x, paddle.Tensor):
+            return x
+        import torch
+
+        return torch.from_dlpack(x.detach())
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return shipped(self, *map(as_torch, args), **{name: as_torch(value) for name, value in kwargs.items()})
+
+    interpreter.GridExecutor.__call__ = call

@@ -24,6 +24,7 @@ cost of the tables      one launch, reads the offsets log2(N) times a chunk, wri
 # (a launch passes plain values for constexpr parameters, and loops over tl.range)
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,7 +145,7 @@ def zero_tail(x: Any, layout: Layout) -> None:
 
     cost       writes only the tail; grid at most 1024 programs, each of which walks over it
     """
-    numel = x.numel() if callable(getattr(x, "numel", None)) else int(x.size)
+    numel = math.prod(int(n) for n in x.shape)
     if not layout.packed or numel == 0:
         return
     fw = frameworks.of(x)
