@@ -186,7 +186,7 @@ def _prepare_fwd_kernel(
     # Which work: neighbours are heads of one chunk, whose rows lie side by side. One axis, as y and z end at 65535.
     WS: tl.constexpr = w.dtype.element_ty
     i_c = (tl.program_id(0) // HV).to(tl.int64)
-    i_h = tl.program_id(0) % HV
+    i_h = (tl.program_id(0) % HV).to(tl.int64)
     i_ch = i_c * HV + i_h
     o_b, rows = locate_chunk(chunks, i_c, T, b_b, b_t, C, PACKED)
     if rows == 0:
@@ -323,7 +323,7 @@ def _recompute_fwd_kernel(
 ):  # fmt: skip
     WS: tl.constexpr = w.dtype.element_ty
     i_c = (tl.program_id(0) // HV).to(tl.int64)
-    i_h = tl.program_id(0) % HV
+    i_h = (tl.program_id(0) % HV).to(tl.int64)
     i_ch = i_c * HV + i_h
     o_b, rows = locate_chunk(chunks, i_c, T, b_b, b_t, C, PACKED)
     if rows == 0:
