@@ -32,6 +32,27 @@ OPTIONS = {
         "--top-k K",
         "--seed N",
     ],
+    "convert": ["--from FORMAT DIR", "--to FORMAT DIR"],
+    "parity": [
+        "--hf DIR_OR_CONFIG",
+        "--prompts FILE",
+        "--routing",
+        "--dtype",
+        "--grad",
+        "--packed",
+        "--seed N",
+        "--report FILE",
+        "--json FILE",
+        "--max-kl X",
+        "--max-mean-kl X",
+        "--max-last-kl X",
+        "--min-cos X",
+        "--max-diff X",
+        "--min-top1 X",
+        "--min-top5 X",
+        "--max-grad-error X",
+        "--max-packed-error X",
+    ],
     "doctor": [],
 }
 
@@ -42,8 +63,12 @@ def subparsers() -> dict[str, argparse.ArgumentParser]:
 
 
 def test_options_are_pinned() -> None:
+    def shown(action: argparse.Action) -> str:
+        values = [action.metavar] if isinstance(action.metavar, str) else list(action.metavar or ())
+        return " ".join([action.option_strings[-1], *values])
+
     found = {
-        name: [" ".join(filter(None, [a.option_strings[-1], a.metavar])) for a in parser._actions if a.dest != "help"]
+        name: [shown(action) for action in parser._actions if action.dest != "help"]
         for name, parser in subparsers().items()
     }
     assert found == OPTIONS
@@ -57,8 +82,8 @@ def test_every_option_is_explained() -> None:
 def test_help_imports_no_tensor_library_and_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
     code = (
         "import sys\nfrom openkda.cli.main import main\n"
-        "codes = [main(a) for a in (['--help'], ['train', '--help'], ['generate', '--help'], ['--version'], [])]\n"
-        "heavy = {'torch', 'paddle', 'triton', 'numpy', 'torchtitan', 'rich'} & set(sys.modules)\n"
+        "codes = [main(a) for a in (['--help'], ['train', '--help'], ['parity', '--help'], ['--version'], [])]\n"
+        "heavy = {'torch', 'paddle', 'triton', 'numpy', 'torchtitan', 'transformers', 'rich'} & set(sys.modules)\n"
         "print('RESULT', codes, sorted(heavy))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

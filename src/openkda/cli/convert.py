@@ -1,13 +1,14 @@
 """Convert checkpoints between Hugging Face (hf) and torch.distributed.checkpoint (dcp), bit for bit.
 
-Tensors are read and written one at a time, so a model need not fit into memory. Names and shapes are checked first; what
-is missing, extra or misshapen is named.
+Tensors are read and written one at a time, so a model need not fit into memory. Names and shapes are checked first;
+what is missing, extra or misshapen is named.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from openkda.cli.errors import UserError
 from openkda.cli.record import FILE_NAME, find_checkpoint
@@ -38,7 +39,9 @@ def run(args: argparse.Namespace) -> int:
         if given not in FORMATS:
             raise UserError(f"{option} must be one of {', '.join(FORMATS)} and a folder, got {given}")
     if source_format == target_format:
-        raise UserError(f"--to must be the other format, {'dcp' if source_format == 'hf' else 'hf'}, got {target_format}")
+        raise UserError(
+            f"--to must be the other format, {'dcp' if source_format == 'hf' else 'hf'}, got {target_format}"
+        )
     if not Path(source).is_dir():
         raise UserError(f"{source}: no such folder")
     try:
@@ -61,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _find_dcp(path: Path):  # noqa: ANN202: the config's type is torchtitan's
+def _find_dcp(path: Path) -> tuple[Path, Any]:
     """The folder of a dcp checkpoint and its model; a model of None is described by config.json in the folder."""
     if (path / ".metadata").is_file() and (path / "config.json").is_file():
         return path, None

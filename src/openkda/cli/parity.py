@@ -1,7 +1,7 @@
 """Compare our Kimi Linear with that of transformers, and say where the two first differ.
 
-Both get the same weights and read the same prompts, on the CPU. The last two lines are figures of the predictions: of the
-last token of each prompt, and of all tokens (largest KL divergence in nats, smallest cosine, largest difference).
+Both get the same weights and read the same prompts, on the CPU. The last two lines are figures of the predictions: of
+the last token of each prompt, and of all tokens (largest KL divergence in nats, smallest cosine, largest difference).
 """
 
 from __future__ import annotations
@@ -45,7 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder with config.json and safetensors files; a folder or file with config.json only, for random "
         "weights; or tiny or tiny-bounded, a small random model with the softplus or the bounded gate",
     )
-    add("--prompts", type=Path, metavar="FILE", help="prompts, blank lines between them; default: eight passages of text")
+    add(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="prompts, blank lines between them; default: eight passages of text",
+    )
     add(
         "--routing",
         choices=("natural", "forced"),

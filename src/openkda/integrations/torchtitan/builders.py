@@ -33,7 +33,7 @@ from torchtitan.protocols.module import Module
 from openkda.integrations.torchtitan.cpu import MaskedAttention
 from openkda.integrations.torchtitan.kda import KDA, DecayParameters, InnerKDA, RMSNormGated
 from openkda.integrations.torchtitan.mla import MLA
-from openkda.integrations.torchtitan.model import Experts, KimiLinearBlock, KimiLinearModel
+from openkda.integrations.torchtitan.model import Experts, KimiLinearBlock, KimiLinearModel, RouterGate
 from openkda.integrations.torchtitan.parallelize import parallelize_kimi_linear
 from openkda.integrations.torchtitan.state_dict_adapter import KimiLinearStateDictAdapter
 
@@ -50,6 +50,8 @@ class Sizes:
     mla_layers: tuple[int, ...]
     """Layers with full attention, counted from 1 as in published configurations; the others have KDA."""
     num_heads: int
+    kda_num_heads: int | None = None
+    """Heads of a KDA layer, where they are not as many as those of an MLA layer."""
     head_dim: int
     """Key and value width of a KDA head, and rank of the two low-rank gates."""
     conv_kernel_size: int = 4
@@ -199,7 +201,8 @@ def _block(sizes: Sizes, index: int, attention_backend: str, moe_comm_backend: s
 
 def _kda(sizes: Sizes, index: int) -> KDA.Config:
     dim, rank, std = sizes.hidden_size, sizes.head_dim, sizes.init_std
-    width = sizes.num_heads * sizes.head_dim
+    heads = sizes.kda_num_heads or sizes.num_heads
+    width = heads * sizes.head_dim
     conv = Conv1d.Config(
         in_channels=width,
         out_channels=width,
@@ -209,7 +212,7 @@ def _kda(sizes: Sizes, index: int) -> KDA.Config:
         param_init={"weight": partial(_uniform, bound=sizes.conv_kernel_size**-0.5)},
     )
     return KDA.Config(
-        num_heads=sizes.num_heads,
+        num_heads=heads,
         head_dim=sizes.head_dim,
         q_proj=_linear(dim, width, std=std),
         k_proj=_linear(dim, width, std=std),
@@ -219,11 +222,11 @@ def _kda(sizes: Sizes, index: int) -> KDA.Config:
         v_conv1d=replace(conv),
         f_a_proj=_linear(dim, rank, std=std),
         f_b_proj=_linear(rank, width, std=std),
-        b_proj=_linear(dim, sizes.num_heads, std=std),
+        b_proj=_linear(dim, heads, std=std),
         g_a_proj=_linear(dim, rank, std=std),
         g_b_proj=_linear(rank, width, std=std),
         decay=DecayParameters.Config(
-            num_heads=sizes.num_heads, head_dim=sizes.head_dim, param_init=_decay_init(sizes.gate_lower_bound)
+            num_heads=heads, head_dim=sizes.head_dim, param_init=_decay_init(sizes.gate_lower_bound)
         ),
         inner_kda=InnerKDA.Config(head_dim=sizes.head_dim, lower_bound=sizes.gate_lower_bound),
         o_norm=RMSNormGated.Config(dim=sizes.head_dim, eps=sizes.rms_norm_eps, param_init={"weight": nn.init.ones_}),
@@ -266,17 +269,19 @@ def _ffn(sizes: Sizes, index: int, width: int) -> FeedForward.Config:
 
 def _moe(sizes: Sizes, index: int, comm_backend: str) -> MoE.Config:
     dim, std, deep_std = sizes.hidden_size, sizes.init_std, depth_scaled_std(sizes.init_std, index)
+    router = make_router_config(
+        dim=dim,
+        num_experts=sizes.num_experts,
+        gate_param_init=_normal(std),
+        top_k=sizes.num_experts_per_token,
+        score_func="sigmoid",
+        route_norm=True,
+        route_scale=sizes.routed_scaling_factor,
+    )
+    router.gate = RouterGate.Config(in_features=dim, out_features=sizes.num_experts, param_init=_normal(std))
     return make_moe_config(
         num_experts=sizes.num_experts,
-        router=make_router_config(
-            dim=dim,
-            num_experts=sizes.num_experts,
-            gate_param_init=_normal(std),
-            top_k=sizes.num_experts_per_token,
-            score_func="sigmoid",
-            route_norm=True,
-            route_scale=sizes.routed_scaling_factor,
-        ),
+        router=router,
         routed_experts=RoutedExperts.Config(
             inner_experts=Experts.Config(
                 dim=dim,

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torchtitan.models.common import RMSNorm
+from torchtitan.models.common import Linear, RMSNorm
 from torchtitan.models.common.attention import VarlenAttention, create_varlen_metadata_for_document
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.feed_forward import FeedForward
@@ -64,6 +64,20 @@ class Experts(GroupedExperts):
         h_RF = F.silu(self._grouped_mm(A=x, B_t=w1_EFD.transpose(-2, -1), offs=offsets_E))
         h_RF = h_RF * self._grouped_mm(A=x, B_t=w3_EFD.transpose(-2, -1), offs=offsets_E)
         return self._grouped_mm(A=h_RF, B_t=w2_EDF.transpose(-2, -1), offs=offsets_E).type_as(x_RD)
+
+
+class RouterGate(Linear):
+    """The router's projection, in fp32 whatever the dtype of its input.
+
+    torchtitan asks autocast for that, which on a CPU does not offer fp32; scores in bf16 send tokens to other experts.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def forward(self, x_BLD: torch.Tensor) -> torch.Tensor:
+        return F.linear(x_BLD.float(), self.weight.float())
 
 
 class KimiLinearBlock(Module):

@@ -7,12 +7,19 @@
     model.layers.3.self_attn.kv_b_proj.weight           layers.3.attention.wkv_b.weight
     model.layers.1.block_sparse_moe.experts.7.w2.weight layers.1.moe.routed_experts.inner_experts.w2_EDF[7]
 
-Dense layers are written as `mlp.*`; some published files call them `block_sparse_moe.*`, and both are read.
+Dense layers are written as `mlp.*` and layers of experts as `block_sparse_moe.*`, as the published code names them;
+transformers calls both `block_sparse_moe` on disk and `mlp` in memory, and every mixture is read.
+
+    layout            what the files of a model have to hold, name by name
+    check_layout      says which tensor is missing, extra or misshapen
+    disk_names        state dict of transformers' model in memory -> names on disk
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +61,8 @@ _BLOCK = {
 }
 _EXPERTS = {"w1_EFD": "w1", "w2_EDF": "w2", "w3_EFD": "w3"}
 _EXPERTS_HERE = "moe.routed_experts.inner_experts."
-_EXPERTS_ON_DISK = re.compile(r"(?:block_sparse_moe|mlp)\.experts\.(\d+)\.(w[123])\.weight")
+_EXPERTS_ON_DISK = re.compile(r"block_sparse_moe\.experts\.(\d+)\.(w[123])\.weight")
+_FFN = re.compile(r"(?:block_sparse_moe|mlp)\.")
 
 
 class KimiLinearStateDictAdapter(StateDictAdapter):
@@ -89,7 +97,8 @@ class KimiLinearStateDictAdapter(StateDictAdapter):
         root = {disk: here for here, disk in _ROOT.items()}
         out: dict[str, Any] = {}
         experts: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
-        for name, value in hf_state_dict.items():
+        for raw_name, value in hf_state_dict.items():
+            name = self.canonical_name(raw_name)
             layer, rest = _split_layer(name, "model.layers.")
             if layer is None:
                 out[_lookup(root, name)] = value
@@ -103,10 +112,27 @@ class KimiLinearStateDictAdapter(StateDictAdapter):
             out[f"layers.{layer}.{_EXPERTS_HERE}{here}"] = self._stack_experts(int(layer), weight, parts)
         return out
 
+    def canonical_name(self, name: str) -> str:
+        """A name on disk with its feed-forward called `mlp` in a dense layer and `block_sparse_moe` in one of experts.
+
+        Raises: KeyError for a layer that the model does not have.
+        """
+        layer, rest = _split_layer(name, "model.layers.")
+        if layer is None:
+            return name
+        prefix = "mlp." if self._layer(layer, name).moe is None else "block_sparse_moe."
+        return f"model.layers.{layer}.{_FFN.sub(prefix, rest, count=1) if _FFN.match(rest) else rest}"
+
+    def _layer(self, layer: str, name: str) -> Any:
+        layers = self.model_config.layers  # pyright: ignore[reportAttributeAccessIssue]
+        if not layer.isdigit() or int(layer) >= len(layers):
+            raise KeyError(
+                f"kimi_linear: no counterpart for the parameter {name!r}; the model has {len(layers)} layers"
+            )
+        return layers[int(layer)]
+
     def _name_here(self, layer: int, rest: str) -> str:
         config = self.model_config.layers[layer]  # pyright: ignore[reportAttributeAccessIssue]
-        if config.moe is None:
-            rest = rest.replace("block_sparse_moe.", "mlp.", 1)
         mixer = "attention." if config.kda is None else "kda."
         names = {disk: here for here, disk in _BLOCK.items() if "self_attn" not in disk or here.startswith(mixer)}
         return _lookup(names, rest)
@@ -132,6 +158,71 @@ class KimiLinearStateDictAdapter(StateDictAdapter):
                 f"kimi_linear: layer {layer} must have {weight} of {num_experts} experts, got none for {missing[:8]}"
             )
         return torch.stack([parts[i] for i in range(num_experts)])
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of our model, and the tensors on disk that it consists of."""
+
+    shape: tuple[int, ...]
+    disk: tuple[str, ...]
+    """Names on disk in order; several for the stacked experts of a layer."""
+    disk_shape: tuple[int, ...]
+
+
+def layout(model_config: BaseModel.Config) -> dict[str, Entry]:
+    """Every persistent tensor of the model, by its name here, in the order of the model. Allocates no weights."""
+    adapter = KimiLinearStateDictAdapter(model_config, None)
+    with torch.device("meta"):
+        state = model_config.build().state_dict()  # pyright: ignore[reportAttributeAccessIssue]
+    out: dict[str, Entry] = {}
+    for name, value in state.items():
+        disk = adapter.to_hf({name: value})
+        out[name] = Entry(tuple(value.shape), tuple(disk), tuple(next(iter(disk.values())).shape))
+    return out
+
+
+def check_layout(wanted: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[int]], *, where: str) -> None:
+    """Compare names and shapes.
+
+    Raises: ValueError naming every kind of fault, up to three tensors of each: missing, extra, wrong shape.
+    """
+    missing = [name for name in wanted if name not in found]
+    extra = [name for name in found if name not in wanted]
+    wrong = [
+        f"{name} must have shape {list(wanted[name])}, got {list(found[name])}"
+        for name in wanted
+        if name in found and list(wanted[name]) != list(found[name])
+    ]
+    faults = [
+        f"{kind} {'; '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+        for kind, names in (("missing:", missing), ("not in the model:", extra), ("wrong shape:", wrong))
+        if names
+    ]
+    if faults:
+        raise ValueError(f"{where}: {'; '.join(faults)}")
+
+
+def disk_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """State dict of transformers' KimiLinearForCausalLM in memory, under names on disk (views, nothing is copied).
+
+    In memory the short convolutions are one weight, the experts two, and the gate is a module of its own. Works on
+    gradients as well.
+    """
+    out: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        prefix = name.rpartition(".")[0]
+        if name.endswith("self_attn.conv1d.weight"):
+            base = prefix.removesuffix("conv1d")
+            out |= {f"{base}{x}_conv1d.weight": w for x, w in zip("qkv", value.chunk(3), strict=True)}
+        elif name.endswith("mlp.experts.gate_up_proj"):
+            for i, (gate, up) in enumerate(w.chunk(2) for w in value):
+                out[f"{prefix}.{i}.w1.weight"], out[f"{prefix}.{i}.w3.weight"] = gate, up
+        elif name.endswith("mlp.experts.down_proj"):
+            out |= {f"{prefix}.{i}.w2.weight": w for i, w in enumerate(value)}
+        else:
+            out[name.replace("self_attn.forget_gate.", "self_attn.")] = value
+    return out
 
 
 def _split_layer(name: str, prefix: str) -> tuple[str | None, str]:
