@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.setup-done
-PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --progress-bar off
+
+# Paddle and torch live together in an environment of their own, so that the main one shows what torch users have.
+PADDLE_VENV ?= .venv-paddle
 
 # The versions that are tested together on a CPU. On a GPU machine choose your own build, e.g. `make setup TORCH=torch==2.11.0`;
 # a CUDA build of torch brings the triton that fits it, and TRITON is then not used.
@@ -12,33 +13,50 @@ TRITON ?= triton==3.8.0
 
 # Tests use many small operators, for which a pool of threads costs more than it gives.
 TEST_THREADS ?= 1
-PYTEST := OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest --durations=15
+PYTEST_ARGS := -m pytest --durations=15
+PYTEST := OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-gpu test-slow fmt lint types check bench docs
+.PHONY: help setup train test test-paddle test-gpu test-slow fmt lint types check bench docs
 
 help:       ## show this list
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
-setup: $(STAMP)  ## make .venv with all that training and the tests need (again only when pyproject.toml changes)
+# $(call install,VENV): a virtual environment with torch, triton and openkda with EXTRAS.
+# What is installed of torch and triton is a constraint on all that follows: no dependency may replace them.
+PIP = bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off
+VERSION = import importlib.metadata as m; [print(p + "==" + m.version(p)) for p in
+define install
+@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "make setup: needs Python 3.11 or newer, got %s; use PYTHON=path/to/python3" % sys.version.split()[0])'
+$(PYTHON) -m venv $(1)
+$(1)/$(PIP) '$(TORCH)'
+@$(1)/bin/python -c '$(VERSION) ["triton"]]' >/dev/null 2>&1 || (set -x; $(1)/$(PIP) --no-deps '$(TRITON)')
+@$(1)/bin/python -c '$(VERSION) ["torch", "triton"]]' > $(1)/constraints.txt
+$(1)/$(PIP) --constraint $(1)/constraints.txt --editable '.[$(EXTRAS)]'
+@touch $(1)/.setup-done
+endef
 
-$(STAMP): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "make setup: needs Python 3.11 or newer, got %s; use PYTHON=path/to/python3" % sys.version.split()[0])'
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) '$(TORCH)'
-	@$(BIN)/python -c 'import importlib.metadata as m; m.version("triton")' 2>/dev/null || (set -x; $(PIP) --no-deps '$(TRITON)')
-	@# What is installed now is a constraint on all that follows: no dependency may replace torch or triton.
-	@$(BIN)/python -c 'import importlib.metadata as m; [print(p + "==" + m.version(p)) for p in ("torch", "triton")]' > $(VENV)/constraints.txt
-	$(PIP) --constraint $(VENV)/constraints.txt --editable '.[torchtitan,dev]'
-	@touch $@
+setup: $(VENV)/.setup-done  ## make .venv with all that training and the tests need (again only when pyproject.toml changes)
+
+$(VENV)/.setup-done: EXTRAS = torchtitan,dev
+$(VENV)/.setup-done: pyproject.toml
+	$(call install,$(VENV))
+
+$(PADDLE_VENV)/.setup-done: EXTRAS = paddle,test
+$(PADDLE_VENV)/.setup-done: pyproject.toml
+	$(call install,$(PADDLE_VENV))
 
 train: setup  ## train kimi_linear_tiny on the default text
 	$(BIN)/openkda train --config kimi_linear_tiny
 
-test: setup  ## the tests, without the slow ones
+test: setup  ## the tests, without the slow ones: core, kernels in the interpreter, Paddle
 	$(PYTEST) -m 'not slow and not interpreter'
 	@# Triton decides when it is imported whether kernels are interpreted, so they have a process of their own.
 	TRITON_INTERPRET=1 $(PYTEST) -m 'interpreter and not slow' tests/kda/kernels
+	$(MAKE) test-paddle
+
+test-paddle: $(PADDLE_VENV)/.setup-done  ## the tests with PaddlePaddle, in .venv-paddle
+	OMP_NUM_THREADS=$(TEST_THREADS) $(PADDLE_VENV)/bin/python $(PYTEST_ARGS) -m 'not slow' tests/paddle
 
 test-gpu: setup  ## the kernels on this machine's GPU
 	$(PYTEST) -m 'gpu or interpreter' tests
