@@ -82,6 +82,19 @@ def on_device(x: Tensor) -> AbstractContextManager[None]:
     return driver.active(x.place.gpu_device_id())
 
 
+def descriptor_base(x: Tensor) -> Any:
+    """x as the memory of a Triton tensor descriptor: those ask a dtype for its size, which Paddle's do not tell."""
+    return SimpleNamespace(dtype=_Dtype(x), data_ptr=x.data_ptr, owner=x)
+
+
+class _Dtype:
+    def __init__(self, x: Tensor) -> None:
+        self.name, self.itemsize = dtype_name(x), x.element_size()
+
+    def __str__(self) -> str:
+        return self.name
+
+
 def is_floating(x: Tensor) -> bool:
     return x.is_floating_point()
 
@@ -415,26 +428,6 @@ def in_order() -> _InOrder:
 
 def beside(x: Tensor) -> _InOrder:
     """On the same stream: a memory block that Paddle frees may be in use on another one."""
-    return _InOrder()
-
-
-# ---- two streams
-class _InOrder:
-    """Runs launches at once, on the current stream."""
-
-    def launch(self, run: Callable[[], None]) -> None:
-        run()
-
-    def join(self, event: None) -> None:
-        pass
-
-
-def beside(x: Tensor) -> _InOrder:
-    """torch's runs launches on a second stream; here they are in order, with the same results."""
-    return _InOrder()
-
-
-def in_order() -> _InOrder:
     return _InOrder()
 
 

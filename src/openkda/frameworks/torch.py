@@ -65,6 +65,11 @@ def on_device(x: Tensor) -> AbstractContextManager[None]:
     return torch.cuda.device_of(x) if x.is_cuda else nullcontext()
 
 
+def descriptor_base(x: Tensor) -> Any:
+    """x as the memory of a Triton tensor descriptor."""
+    return x
+
+
 def is_floating(x: Tensor) -> bool:
     return x.is_floating_point()
 

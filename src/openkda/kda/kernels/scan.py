@@ -289,7 +289,7 @@ def _matrix(x: Any, rows: int, cols: int, TMA: bool) -> Any:
     height = 1
     for size in x.shape[:-1]:
         height *= int(size)
-    return TensorDescriptor(x, [height, width], [width, 1], [rows, cols])
+    return TensorDescriptor(frameworks.of(x).descriptor_base(x), [height, width], [width, 1], [rows, cols])
 
 
 def scan_fwd(

@@ -412,7 +412,8 @@ def _shared(*shape: int) -> Any:
 
 
 def _tiles(x: Any, height: int, width: int, stride: int, rows: int, cols: int) -> TensorDescriptor:
-    return TensorDescriptor(x, [height, width], [stride, 1], [rows, cols], _shared(rows, cols))
+    base = frameworks.of(x).descriptor_base(x)
+    return TensorDescriptor(base, [height, width], [stride, 1], [rows, cols], _shared(rows, cols))
 
 
 def _workspace(x: Any, cols: int, rows: int = CHUNK) -> TensorDescriptor:
@@ -423,7 +424,7 @@ def _workspace(x: Any, cols: int, rows: int = CHUNK) -> TensorDescriptor:
 
 def _decay(decay: Any) -> TensorDescriptor:
     NC, HV, K = decay.shape
-    return TensorDescriptor(decay, [NC * HV * K], [1], [K], _shared(K))
+    return TensorDescriptor(frameworks.of(decay).descriptor_base(decay), [NC * HV * K], [1], [K], _shared(K))
 
 
 def takes(w: Any, token_tensor: Any) -> bool:
