@@ -38,7 +38,7 @@ endef
 
 setup: $(VENV)/.setup-done  ## make .venv with all that training and the tests need (again only when pyproject.toml changes)
 
-$(VENV)/.setup-done: EXTRAS = torchtitan,dev
+$(VENV)/.setup-done: EXTRAS = torchtitan,transformers,dev
 $(VENV)/.setup-done: pyproject.toml
 	$(call install,$(VENV))
 
