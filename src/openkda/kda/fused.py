@@ -166,8 +166,8 @@ def _result_sizes(
 
 
 def _starts_size(fw: ModuleType, tensors: tuple, x: Options) -> tuple:
-    (B, _, _, K), (HV, V) = fw.shape(tensors[0]), fw.shape(tensors[2])[2:]
-    count = num_starts(B, HV, packed=tensors[8] is not None, batch_invariant=x.batch_invariant)
+    (B, T, _, K), (HV, V) = fw.shape(tensors[0]), fw.shape(tensors[2])[2:]
+    count = num_starts(B, T, HV, packed=tensors[8] is not None, batch_invariant=x.batch_invariant)
     return (count, B, HV, *((V, K) if x.v_first else (K, V)))
 
 

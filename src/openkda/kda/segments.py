@@ -64,9 +64,17 @@ def _count(HV: int) -> int:
     return 4 if overlaps(1, HV) else 2
 
 
-def num_starts(B: int, HV: int, *, packed: bool, batch_invariant: bool) -> int:
-    """Room for the states between segments in time, whatever T is."""
-    return _count(HV) - 1 if _in_time(B, packed, batch_invariant) else 0
+def _least(HV: int) -> int:
+    """Tokens of a segment in time, at least."""
+    unit = CHUNK * GROUP
+    return -(-WORK // (HV * unit)) * unit
+
+
+def num_starts(B: int, T: int, HV: int, *, packed: bool, batch_invariant: bool) -> int:
+    """Room for the states between segments in time. T may be a symbol, of which one comparison is made."""
+    if not _in_time(B, packed, batch_invariant) or T <= _least(HV):
+        return 0
+    return _count(HV) - 1
 
 
 def split(B: int, T: int, HV: int, *, packed: bool, batch_invariant: bool) -> list[Segment]:
@@ -74,7 +82,7 @@ def split(B: int, T: int, HV: int, *, packed: bool, batch_invariant: bool) -> li
     everything = slice(None)
     if _in_time(B, packed, batch_invariant):
         unit = CHUNK * GROUP
-        step = -(-max(-(-T // _count(HV)), -(-WORK // HV)) // unit) * unit
+        step = max(-(-T // (_count(HV) * unit)) * unit, _least(HV))
         begins = range(0, max(T, 1), step)
         return [
             Segment(everything, slice(t, min(t + step, T)), t // CHUNK, i, t + step >= T) for i, t in enumerate(begins)
