@@ -17,7 +17,7 @@ PYTEST_ARGS := -m pytest --durations=15
 PYTEST := OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-paddle test-gpu test-slow fmt lint types check bench docs
+.PHONY: help setup train parity test test-paddle test-gpu test-slow fmt lint types check bench docs
 
 help:       ## show this list
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -48,6 +48,9 @@ $(PADDLE_VENV)/.setup-done: pyproject.toml
 
 train: setup  ## train kimi_linear_tiny on the default text
 	$(BIN)/openkda train --config kimi_linear_tiny
+
+parity: setup  ## compare our Kimi Linear with that of transformers, on a small random model
+	$(BIN)/openkda parity --hf tiny --grad --packed
 
 test: setup  ## the tests, without the slow ones: core, kernels in the interpreter, Paddle
 	$(PYTEST) -m 'not slow and not interpreter'
