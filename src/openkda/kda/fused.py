@@ -302,8 +302,10 @@ def _backward(
             grads[i] = fw.reshape(total, fw.shape(tensors[i]))
     for gradient in dtokens.values():
         zero_tail(gradient, layout)
-    nothing = _gradients_like(fw, tensors[:8], [False] * 8)
-    return tuple(grad if want else none for grad, want, none in zip(grads, wanted, nothing, strict=True))
+    return tuple(
+        grad if want else fw.empty((0,), like=tensors[0] if x is None else x)
+        for grad, want, x in zip(grads, wanted, tensors[:8], strict=True)
+    )
 
 
 def _backward_scans(

@@ -437,9 +437,9 @@ def takes(w: Any, token_tensor: Any) -> bool:
 def as_matrix(x: Any) -> Any:
     """x [B, T, HV, V] itself where the TMA can take it for a matrix of B * T rows, else a copy."""
     fw = frameworks.of(x)
-    (_, T, HV, V), (stride_b, stride_t, stride_h, _) = fw.shape(x), fw.strides(x)
-    rows = stride_b == T * stride_t and stride_t % 8 == 0 and stride_t >= HV * V
-    return x if rows and stride_h == V else fw.copy(x)
+    (B, T, HV, V), (stride_b, stride_t, stride_h, _) = fw.shape(x), fw.strides(x)
+    rows = (B == 1 or stride_b == T * stride_t) and stride_t % 8 == 0 and stride_t >= HV * V
+    return x if rows and (HV == 1 or stride_h == V) else fw.copy(x)
 
 
 def _token_tiles(x: Any, BV: int) -> TensorDescriptor:
