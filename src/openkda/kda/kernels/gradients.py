@@ -1,0 +1,292 @@
+"""The gradient stage: gradients of all token inputs and of the gate's parameters, chunks and heads in parallel.
+
+Per chunk and value head, names as in maths.md (b = beta, S the state before the chunk, dS' the gradient after it):
+
+    values      X = A^T dVn     dv = b * X     dAqk = tril(dO Vn^T)     dL = -stril(X Vn^T)
+                dQg = dO S^T    dXs = -X S^T   dKg = Vn dS'^T           end = sum_e S dS'
+    keys        dq, dk, dg from these, through the decays between rows: gradients_keys.py
+
+and what the activations make of them: l2norm, gate and sigmoid are differentiated in the same kernels.
+
+No sum over all channels of a key is formed from the gradients. The projections of the l2norm backward and dbeta follow
+from the recurrence, where o_i is linear in q_i, and u_i = Vn_i is what token i writes, with gradient X_i:
+
+    q_i . dq_i = dO_i . O_i = (q Din)_i . dQg_i + sum_j Aqk_ij dAqk_ij
+    k_i . dk_i = 2 X_i . Vn_i - b_i X_i . v_i         of it X_i . Vn_i as column; as row, b_i k_i . D_i
+    dbeta_i    = X_i . Vn_i / b_i                     the sigmoid's derivative b (1 - b) cancels the division;
+               = X_i . v_i + k_i . D_i                for a given b, which may be 0
+
+in / out    q, k [B, T, H, K]; v, do [B, T, HV, V]; g [B, T, HV, K]; beta [B, T, HV]; workspaces -> their gradients
+sums        dA_log, ddt_bias: a partial for each chunk, head and slice of channels, then a fixed order; no atomics
+heads       with HV > H, dq and dk are fp32 per value head, then summed over the group in a fixed order, rounded once
+cost        K = V = 128, bf16, a token and head: values reads 3360 bytes, writes 1540, 164 kflop in matmuls; keys reads
+            2080, writes 770, 25 kflop in matmuls, and 3.5 pairs of 7 instructions for each channel on the CUDA cores
+oracle      autograd through openkda.kda.eager in fp64
+"""
+
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportCallIssue=false
+# (a launch passes plain values for constexpr parameters, and loops over tl.range)
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from openkda import frameworks
+from openkda.kda.kernels import tuning
+from openkda.kda.kernels.common import NORM_EPS, Activations, locate_chunk, sigmoid
+from openkda.kda.kernels.gradients_keys import SCRATCH, _keys_bwd_kernel, _pack64
+from openkda.kda.kernels.tables import CHUNK, Layout
+
+
+# ---- values
+@triton.jit(do_not_specialize=["T"])
+def _values_bwd_kernel(
+    q, k, v, beta, do, a, aqk, qg, v_new, dv_new, states, dstates,
+    x, dqg, dxs, dkg, ends, w_q, w_k, pairs, row_norms, row_beta, dv, dbeta, chunks,
+    T, scale, beta_scale,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, b_b, b_t, b_h, do_b, do_t, do_h, dv_b, db_b,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    L2NORM: tl.constexpr, BETA_SIGMOID: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    C: tl.constexpr = 64
+    WS: tl.constexpr = x.dtype.element_ty
+    i_c = (tl.program_id(0) // HV).to(tl.int64)
+    i_h = tl.program_id(0) % HV
+    i_hk = i_h // (HV // H)
+    i_ch = i_c * HV + i_h
+    o_v, rows = locate_chunk(chunks, i_c, T, v_b, v_t, C, PACKED)
+    if rows > 0:
+        i_r = tl.arange(0, C)
+        m_r = i_r < rows
+        o_b, _ = locate_chunk(chunks, i_c, T, b_b, b_t, C, PACKED)
+        o_do, _ = locate_chunk(chunks, i_c, T, do_b, do_t, C, PACKED)
+        o_dv, _ = locate_chunk(chunks, i_c, T, dv_b, HV * V, C, PACKED)
+        b = tl.load(beta + o_b + i_h * b_h + i_r * b_t, mask=m_r, other=0.0).to(tl.float32)
+        if BETA_SIGMOID:
+            b = beta_scale * sigmoid(b)
+        b = tl.where(m_r, b, 0.0)
+        tl.store(row_beta + i_ch * C + i_r, b)
+        p_v = v + o_v + i_h * v_h + i_r[:, None] * v_t
+        p_do = do + o_do + i_h * do_h + i_r[:, None] * do_t
+        p_dv = dv + o_dv + i_h * V + i_r[:, None] * (HV * V)
+        i, j = i_r[:, None], i_r[None, :]
+        square = i_ch * (C * C) + i * C + j
+        value = i_ch * (C * V) + i * V
+        b_at = tl.trans(tl.load(a + square))
+
+        # X = A^T dVn, dv, dAqk, dL
+        dw_q = tl.zeros([C, C], tl.float32)
+        dw_k = tl.zeros([C, C], tl.float32)
+        x_v = tl.zeros([C], tl.float32)
+        x_vn = tl.zeros([C], tl.float32)
+        for i_v in range(0, V, BV):
+            o_v_ = i_v + tl.arange(0, BV)[None, :]
+            m_v = o_v_ < V
+            m = m_r[:, None] & m_v
+            b_dvn = tl.load(dv_new + value + o_v_, mask=m_v, other=0.0)
+            b_vn = tl.load(v_new + value + o_v_, mask=m_v, other=0.0)
+            b_do = tl.load(p_do + o_v_, mask=m, other=0.0).to(WS)
+            b_v = tl.load(p_v + o_v_, mask=m, other=0.0)
+            b_x = tl.dot(b_at, b_dvn, input_precision=PRECISION)
+            x_v += tl.sum(b_x * b_v.to(tl.float32), 1)
+            x_vn += tl.sum(b_x * b_vn.to(tl.float32), 1)
+            b_xw = b_x.to(WS)
+            dw_q = tl.dot(b_do, tl.trans(b_vn), dw_q, input_precision=PRECISION)
+            dw_k = tl.dot(b_xw, tl.trans(b_vn), dw_k, input_precision=PRECISION)
+            tl.store(x + value + o_v_, b_xw, mask=m_v)
+            tl.store(p_dv + o_v_, (b_x * b[:, None]).to(dv.dtype.element_ty), mask=m)
+
+        # pairs: inside 8 rows in fp32, the others as operands
+        below = (i // 8) > (j // 8)
+        tl.store(w_q + square, tl.where(below, dw_q, 0.0).to(WS))
+        tl.store(w_k + square, tl.where(below, -dw_k, 0.0).to(WS))
+        tl.store(pairs + i_ch * (C * 8) + i * 8 + (j % 8), _pack64(dw_q, -dw_k), mask=(i // 8 == j // 8) & (j <= i))
+        q_dq = tl.zeros([C], tl.float32)
+        if L2NORM:
+            q_dq += tl.sum(tl.load(aqk + square).to(tl.float32) * tl.where(i >= j, dw_q, 0.0), 1)
+
+        # against the states
+        tl.debug_barrier()
+        for i_k in range(0, K, BK):
+            o_k = i_k + tl.arange(0, BK)
+            m_k = o_k < K
+            s_q = tl.zeros([C, BK], tl.float32)
+            s_k = tl.zeros([C, BK], tl.float32)
+            s_c = tl.zeros([C, BK], tl.float32)
+            end = tl.zeros([BK], tl.float32)
+            for i_v in range(0, V, BV):
+                o_v_ = i_v + tl.arange(0, BV)[None, :]
+                m_v = o_v_ < V
+                at = i_ch * (K * V) + o_k[:, None] * V + o_v_
+                b_s = tl.load(states + at, mask=m_k[:, None] & m_v, other=0.0)
+                b_ds = tl.load(dstates + at, mask=m_k[:, None] & m_v, other=0.0)
+                b_do = tl.load(p_do + o_v_, mask=m_r[:, None] & m_v, other=0.0).to(WS)
+                b_x = tl.load(x + value + o_v_, mask=m_v, other=0.0)
+                b_vn = tl.load(v_new + value + o_v_, mask=m_v, other=0.0)
+                end += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 1)
+                s_q = tl.dot(b_do, tl.trans(b_s), s_q, input_precision=PRECISION)
+                s_k = tl.dot(b_x, tl.trans(b_s), s_k, input_precision=PRECISION)
+                s_c = tl.dot(b_vn, tl.trans(b_ds), s_c, input_precision=PRECISION)
+            key = i_ch * (C * K) + i * K + o_k[None, :]
+            if L2NORM:
+                q_dq += tl.sum(tl.load(qg + key, mask=m_k[None, :], other=0.0).to(tl.float32) * s_q, 1)
+            tl.store(dqg + key, s_q.to(WS), mask=m_k[None, :])
+            tl.store(dxs + key, (-s_k).to(WS), mask=m_k[None, :])
+            tl.store(dkg + key, s_c.to(WS), mask=m_k[None, :])
+            tl.store(ends + i_ch * K + o_k, end, mask=m_k)
+
+        if BETA_SIGMOID:  # dbeta_i = X_i . Vn_i / b_i, and the sigmoid's derivative cancels the division
+            o_db, _ = locate_chunk(chunks, i_c, T, db_b, HV, C, PACKED)
+            db = x_vn * (1.0 - b / beta_scale)
+            tl.store(dbeta + o_db + i_r * HV + i_h, db.to(dbeta.dtype.element_ty), mask=m_r)
+        else:
+            tl.store(dbeta + i_ch * C + i_r, x_v)  # `_beta_bwd_kernel` adds k_i . D_i
+        if L2NORM:
+            o_q, _ = locate_chunk(chunks, i_c, T, q_b, q_t, C, PACKED)
+            o_k_, _ = locate_chunk(chunks, i_c, T, k_b, k_t, C, PACKED)
+            p_q = q + o_q + i_hk * q_h + i_r[:, None] * q_t
+            p_k = k + o_k_ + i_hk * k_h + i_r[:, None] * k_t
+            qq = tl.zeros([C], tl.float32)
+            kk = tl.zeros([C], tl.float32)
+            for i_k in range(0, K, BK):
+                o_k = i_k + tl.arange(0, BK)[None, :]
+                m = m_r[:, None] & (o_k < K)
+                b_q = tl.load(p_q + o_k, mask=m, other=0.0).to(tl.float32)
+                b_k = tl.load(p_k + o_k, mask=m, other=0.0).to(tl.float32)
+                qq += tl.sum(b_q * b_q, 1)
+                kk += tl.sum(b_k * b_k, 1)
+            rq = tl.rsqrt(qq + NORM_EPS)
+            rk = tl.rsqrt(kk + NORM_EPS)
+            p_norm = row_norms + i_ch * (2 * C) + i_r
+            tl.store(p_norm, _pack64(rq * scale, rq * q_dq / scale))
+            tl.store(p_norm + C, _pack64(rk, rk * (2.0 * x_vn - b * x_v)))
+
+
+# ---- small sums
+@triton.jit(do_not_specialize=["T"])
+def _beta_bwd_kernel(
+    x_v, k_dk, dbeta, chunks, T, db_b, HV: tl.constexpr, SLICES: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
+    """dbeta_i = X_i . v_i + k_i . D_i, the second over slices of channels: for a beta that was given."""
+    C: tl.constexpr = 64
+    i_ch = tl.program_id(0).to(tl.int64)
+    i_r = tl.arange(0, C)
+    o_db, rows = locate_chunk(chunks, i_ch // HV, T, db_b, HV, C, PACKED)
+    db = tl.load(x_v + i_ch * C + i_r, mask=i_r < rows, other=0.0)
+    for s in tl.static_range(SLICES):
+        db += tl.load(k_dk + (i_ch * SLICES + s) * C + i_r, mask=i_r < rows, other=0.0)
+    tl.store(dbeta + o_db + i_r * HV + i_ch % HV, db.to(dbeta.dtype.element_ty), mask=i_r < rows)
+
+
+@triton.jit
+def _group_sum_kernel(x, y, numel, K: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """y [.., H, K] = sum over the group of x [.., H, GROUP, K], first value head first."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    p_x = x + (at // K) * (GROUP * K) + at % K
+    total = tl.zeros([BLOCK], tl.float32)
+    for n in tl.static_range(GROUP):
+        total += tl.load(p_x + n * K, mask=at < numel, other=0.0)
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=at < numel)
+
+
+# ---- launcher
+def _numel(x: Any) -> int:
+    count = 1
+    for size in x.shape:
+        count *= int(size)
+    return count
+
+
+def gradients_bwd(
+    *, q: Any, k: Any, v: Any, g: Any, beta: Any, do: Any, a: Any, aqk: Any, qg: Any, v_new: Any, dv_new: Any,
+    states: Any, dstates: Any, dq: Any, dk: Any, dv: Any, dg: Any, dbeta: Any, act: Activations, layout: Layout,
+    tile: dict | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Gradients of all token inputs, from the workspaces that the scans of the backward left.
+
+    Args:
+        q, k, v, g, beta, do: As given; strides are free but for a contiguous last axis of all but beta.
+        a, aqk: WS [NC, HV, C, C]; qg: WS [NC, HV, C, K]; v_new, dv_new: WS [NC, HV, C, V]; states, dstates: WS
+            [NC, HV, K, V], before and behind each chunk. Rows behind a chunk's last token hold zeros.
+        dq, dk, dv, dg, dbeta: Written, shaped like their inputs, contiguous within a batch row; rows behind the last
+            offset hold nothing of use.
+    Returns: {"A_log": fp32 [HV], "dt_bias": fp32 [HV, K]}, gradients of the gate's parameters; None without a gate.
+    """
+    fw = frameworks.of(q)
+    (H, K), (HV, V), NC = fw.shape(q)[2:], fw.shape(v)[2:], layout.num_chunks
+    t = _settings(q, v, act, layout, tile)
+    KC, programs = t.pop("KC"), t.pop("PROGRAMS")
+    slices = -(-K // KC)
+    work = _workspaces(fw, a, HV, K, V, NC)
+    dq_heads, dk_heads = (dq, dk) if H == HV else (fw.empty(fw.shape(g), like=g, dtype="float32") for _ in range(2))
+    x_v = dbeta if act.beta_sigmoid else fw.empty((NC, HV, CHUNK), like=a, dtype="float32")
+    k_dk = x_v if act.beta_sigmoid else fw.empty((NC * HV * slices, CHUNK), like=a, dtype="float32")
+    dA = fw.empty((NC, HV, slices), like=a, dtype="float32")
+    dbias = fw.empty((NC, HV, K), like=a, dtype="float32")
+    items = NC * HV * slices
+    grid = min(items, programs)
+    tiles, words, fp32 = (fw.empty((grid, n * KC), like=a, dtype=d) for n, d in _scratch(fw, a))
+    x = work.pop("x")
+    flags = {"L2NORM": act.l2norm, "BETA_SIGMOID": act.beta_sigmoid, "PACKED": layout.packed}
+    flags |= {"PRECISION": "tf32x3" if fw.dtype_name(a) == "float32" else "tf32", "H": H, "HV": HV, "K": K}
+    warps = {"num_warps": t.pop("num_warps")}
+    if "maxnreg" in t:
+        warps["maxnreg"] = t.pop("maxnreg")
+    stages = t.pop("num_stages")
+    inputs = (q, k, v, beta, do)
+    with fw.on_device(q):
+        _values_bwd_kernel[(NC * HV,)](
+            q, k, v, beta, do, a, aqk, qg, v_new, dv_new, states, dstates, x, *work.values(), dv, x_v, layout.chunks,
+            layout.T, float(act.scale), float(act.beta_scale), *(int(s) for i in inputs for s in fw.strides(i)[:3]),
+            int(fw.strides(dv)[0]), int(fw.strides(dbeta)[0]), V=V, **flags, **t, num_warps=4, num_stages=stages,
+        )  # fmt: skip
+        (q_b, q_t, q_h), (k_b, k_t, k_h), (g_b, g_t, g_h) = (fw.strides(i)[:3] for i in (q, k, g))
+        _keys_bwd_kernel[(grid,)](
+            q, k, g, *work.values(), act.A_log, act.dt_bias, dq_heads, dk_heads, dg, k_dk, dA, dbias,
+            tiles, words, fp32, layout.chunks, items, layout.T, float(act.scale), float(act.lower_bound or 0.0),
+            q_b, q_h, k_b, k_h, g_b, g_h, int(fw.strides(dg)[0]), Q_T=q_t, K_T=k_t, G_T=g_t, KC=KC, GATE=act.gate,
+            **flags, **warps, num_stages=1,
+        )  # fmt: skip
+        if not act.beta_sigmoid:
+            _beta_bwd_kernel[(NC * HV,)](
+                x_v, k_dk, dbeta, layout.chunks, layout.T, int(fw.strides(dbeta)[0]), HV=HV, SLICES=slices,
+                PACKED=layout.packed,
+            )  # fmt: skip
+        if H != HV:
+            for per_head, total in ((dq_heads, dq), (dk_heads, dk)):
+                numel = _numel(total)
+                _group_sum_kernel[(-(-numel // 1024),)](per_head, total, numel, K=K, GROUP=HV // H, BLOCK=1024)
+    if act.gate == "none":
+        return {"A_log": None, "dt_bias": None}
+    return {"A_log": fw.sum(dA, (0, 2)), "dt_bias": fw.sum(dbias, 0)}
+
+
+def _settings(q: Any, v: Any, act: Activations, layout: Layout, tile: dict | None) -> dict[str, Any]:
+    """Tile sizes, cut down to the sizes of this call."""
+    fw = frameworks.of(q)
+    K, (HV, V) = fw.shape(q)[3], fw.shape(v)[2:]
+    t = dict(tile or tuning.lookup("gradients_bwd", tuning.family_of(q), work=layout.num_chunks * HV))
+    if fw.dtype_name(q) == "float32":
+        t |= {"BK": 32, "BV": 32, "num_stages": 1}
+        t.pop("maxnreg", None)
+    for name, size in (("BK", K), ("KC", K), ("BV", V)):
+        t[name] = min(t[name], max(16, triton.next_power_of_2(size)))
+    return t
+
+
+def _workspaces(fw: Any, a: Any, HV: int, K: int, V: int, NC: int) -> dict[str, Any]:
+    """What the values kernel leaves for the keys kernel, in the order of their arguments, and X."""
+    ws, C = fw.dtype_name(a), CHUNK
+    sizes: dict[str, tuple[tuple[int, ...], str]] = {"x": ((C, V), ws)}
+    sizes |= {name: ((C, K), ws) for name in ("dqg", "dxs", "dkg")} | {"ends": ((K,), "float32")}
+    sizes |= {name: ((C, C), ws) for name in ("w_q", "w_k")} | {"pairs": ((C, 8), "int64")}
+    sizes |= {"row_norms": ((2, C), "int64"), "row_beta": ((C,), "float32")}
+    return {name: fw.empty((NC, HV, *size), like=a, dtype=dtype) for name, (size, dtype) in sizes.items()}
+
+
+def _scratch(fw: Any, a: Any) -> list[tuple[int, str]]:
+    """Numbers a channel, and type, of the scratch of a program of the keys kernel."""
+    ws = fw.dtype_name(a)
+    return list(zip(SCRATCH, (ws, "int64" if ws == "float32" else "int32", "float32"), strict=True))
