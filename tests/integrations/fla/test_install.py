@@ -20,12 +20,20 @@ def run_fresh(code: str) -> str:
 
 def test_the_five_lines():
     run_fresh(
-        "import torch\n" + INSTALL + LINES + "import openkda\n"
-        "assert chunk_kda is openkda.chunk_kda and ShortConvolution is openkda.ShortConvolution\n"
-        "assert FusedRMSNormGated.__module__ == 'openkda.nn.normalization'\n"
+        "import torch\n" + INSTALL + LINES + "import openkda.integrations.fla as ours\n"
+        "assert chunk_kda is ours.chunk_kda and ShortConvolution is ours.ShortConvolution\n"
+        "assert FusedRMSNormGated.__module__ == 'openkda.integrations.fla.layers'\n"
         "q = torch.randn(1, 3, 1, 4)\n"
         "chunk_kda(q, q, q, -q.abs(), q[..., 0])\n"
         "assert prepare_cu_seqlens_from_mask(torch.ones(2, 3)).tolist() == [0, 3, 6]\n"
+    )
+
+
+def test_the_other_operators_of_kda():
+    run_fresh(
+        INSTALL + "from fla.ops.kda import fused_recurrent_kda\nfrom fla.ops.kda.gate import fused_kda_gate\n"
+        "import openkda.integrations.fla as ours\n"
+        "assert fused_recurrent_kda is ours.fused_recurrent_kda and fused_kda_gate is ours.fused_kda_gate\n"
     )
 
 

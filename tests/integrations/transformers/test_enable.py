@@ -51,8 +51,10 @@ def test_enable_and_disable_are_idempotent():
 
 
 def test_enabled_lasts_as_long_as_the_block_also_when_it_raises():
-    with pytest.raises(KeyError), integration.enabled():
+    with integration.enabled():
         assert integration.is_enabled()
+    assert not integration.is_enabled()
+    with pytest.raises(KeyError), integration.enabled():
         raise KeyError
     assert not integration.is_enabled()
 

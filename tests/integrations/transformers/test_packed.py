@@ -104,8 +104,8 @@ def test_padding_of_a_packed_row_touches_nothing(kimi_linear: Any, tokens: Tenso
     got = kimi_linear(tokens, position_ids=position_ids, attention_mask=mask).logits
     close(got[:1, 100:], kimi_linear(tokens[:1, 100:]).logits, 1e-5)
     close(got[1:, 20:110], kimi_linear(tokens[1:, 20:110]).logits, 1e-5)
+    kimi_linear.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="attention_mask must be None for packed sequences with flash attention"):
-        kimi_linear.config._attn_implementation = "flash_attention_2"
         kimi_linear(tokens, position_ids=position_ids, attention_mask=mask)
 
 

@@ -8,8 +8,9 @@
     from fla.ops.utils.index import prepare_cu_seqlens_from_mask, prepare_lens_from_mask
     from fla.utils import tensor_cache
 
-`install` answers `import fla` from now on with modules that hold openkda's names and nothing else. The layers are those
-of `openkda`; or Paddle's, where fla is first imported in a Paddle compat scope that names it.
+`install` answers `import fla` from now on with modules that hold the names below and nothing else, with the signatures
+of fla 0.6.0. The layers are PyTorch's; or Paddle's, where fla is first imported in a Paddle compat scope that names it,
+or Paddle alone is installed. Without `install`, `openkda.integrations.fla` has the same operators and layers.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from typing import Any
 
 from openkda import frameworks
 
+_OPS = "openkda.integrations.fla.ops"
 #: Module of fla -> its names, each with the module of openkda that has it; None for a layer.
 NAMES: dict[str, dict[str, str | None]] = {
     "fla": {},
     "fla.modules": {"FusedRMSNormGated": None, "ShortConvolution": None},
     "fla.ops": {},
-    "fla.ops.kda": {"chunk_kda": "openkda.kda.chunk"},
+    "fla.ops.kda": {"chunk_kda": _OPS, "fused_recurrent_kda": _OPS},
+    "fla.ops.kda.gate": {"fused_kda_gate": _OPS},
     "fla.ops.utils": {},
     "fla.ops.utils.index": {
         "prepare_chunk_indices": "openkda.packing",
@@ -69,7 +72,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         in_scope = frameworks.torch_is_paddle("fla")
         if self.layers is None:
-            self.layers = "openkda.paddle.nn" if in_scope else "openkda"
+            self.layers = _layers(in_scope)
         for name, home in NAMES[module.__name__].items():
             setattr(module, name, getattr(importlib.import_module(home or self.layers), name))
         if module.__name__ == "fla" and in_scope:  # all of it now: nothing may be imported once the scope is over
@@ -78,3 +81,16 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 _FINDER = _Finder()
+
+
+def _layers(in_scope: bool) -> str:
+    """The module of the layers: Paddle's in its compat scope and where it is the only library, else PyTorch's."""
+    only_paddle = not frameworks.installed("torch") and frameworks.installed("paddle")
+    return "openkda.integrations.fla." + ("paddle_layers" if in_scope or only_paddle else "layers")
+
+
+def __getattr__(name: str) -> Any:
+    for names in NAMES.values():
+        if name in names:
+            return getattr(importlib.import_module(names[name] or _FINDER.layers or _layers(False)), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
