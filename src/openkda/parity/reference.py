@@ -43,6 +43,8 @@ _TINY: dict[str, Any] = {
     "num_experts": 8,
     "num_experts_per_token": 2,
     "num_shared_experts": 1,
+    "routed_scaling_factor": 2.446,
+    "rms_norm_eps": 1e-5,
     "first_k_dense_replace": 1,
     "linear_attn_config": {
         "head_dim": 16,

@@ -14,7 +14,7 @@ import json
 import logging
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -214,7 +214,7 @@ def hf_to_dcp(source: Path, target: Path) -> int:
 
 
 @dataclass(frozen=True)
-class _Stored:
+class Stored:
     """The model part of a DCP checkpoint."""
 
     folder: Path
@@ -228,7 +228,7 @@ class _Stored:
         return tensors[name]
 
 
-def open_dcp(folder: Path) -> _Stored:
+def open_dcp(folder: Path) -> Stored:
     """Names, shapes and dtypes of a DCP checkpoint, without what belongs to the optimizer and the data.
 
     Raises: ValueError when `folder` holds no complete checkpoint.
@@ -241,7 +241,7 @@ def open_dcp(folder: Path) -> _Stored:
     if odd:
         raise ValueError(f"{folder}: not in the model: {'; '.join(odd[:3])}")
     tensors: dict[str, Any] = model
-    return _Stored(
+    return Stored(
         folder,
         {name: entry.properties.dtype for name, entry in tensors.items()},
         {name: tuple(entry.size) for name, entry in tensors.items()},
@@ -272,16 +272,24 @@ def dcp_to_hf(
     total = 0
     for number, names in enumerate(files, 1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
-        disk = {d: v.contiguous() for name in names for d, v in adapter.to_hf({name: stored.read(name)}).items()}
-        save_file(disk, target / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(disk, file)
-        total += sum(v.nbytes for v in disk.values())
+        sizes = _write_file(target / file, stored, adapter, names)
+        weight_map |= dict.fromkeys(sizes, file)
+        total += sum(sizes.values())
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (target / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     _write_config(source, target, model, stored.dtypes["tok_embeddings.weight"])
     _copy_companions(source, target)
     return len(weight_map)
+
+
+def _write_file(
+    path: Path, stored: Stored, adapter: KimiLinearStateDictAdapter, names: Iterable[str]
+) -> dict[str, int]:
+    """Write one safetensors file; returns bytes by name. Its tensors are gone before the next file is read."""
+    disk = {d: v.contiguous() for name in names for d, v in adapter.to_hf({name: stored.read(name)}).items()}
+    save_file(disk, path, metadata={"format": "pt"})
+    return {name: value.nbytes for name, value in disk.items()}
 
 
 def _split_into_files(
