@@ -17,7 +17,7 @@ PYTEST_ARGS := -m pytest --durations=15
 PYTEST := OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train parity test test-paddle test-gpu test-slow fmt lint types check bench docs
+.PHONY: help setup train paddle parity test test-paddle test-gpu test-slow fmt lint types check bench docs
 
 help:       ## show this list
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -49,6 +49,9 @@ $(PADDLE_VENV)/.setup-done: pyproject.toml
 train: setup  ## train kimi_linear_tiny on the default text
 	$(BIN)/openkda train --config kimi_linear_tiny
 
+paddle: $(PADDLE_VENV)/.setup-done  ## train a small model with PaddlePaddle on the default text
+	OMP_NUM_THREADS=$(TEST_THREADS) $(PADDLE_VENV)/bin/python examples/paddle_train.py
+
 parity: setup  ## compare our Kimi Linear with that of transformers, on a small random model
 	$(BIN)/openkda parity --hf tiny --grad --packed
 
@@ -59,7 +62,8 @@ test: setup  ## the tests, without the slow ones: core, kernels in the interpret
 	$(MAKE) test-paddle
 
 test-paddle: $(PADDLE_VENV)/.setup-done  ## the tests with PaddlePaddle, in .venv-paddle
-	OMP_NUM_THREADS=$(TEST_THREADS) $(PADDLE_VENV)/bin/python $(PYTEST_ARGS) -m 'not slow' tests/paddle
+	OMP_NUM_THREADS=$(TEST_THREADS) $(PADDLE_VENV)/bin/python $(PYTEST_ARGS) -m 'not slow and not interpreter' tests/paddle
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=$(TEST_THREADS) $(PADDLE_VENV)/bin/python $(PYTEST_ARGS) -m interpreter tests/paddle
 
 test-gpu: setup  ## the kernels on this machine's GPU
 	$(PYTEST) -m 'gpu or interpreter' tests

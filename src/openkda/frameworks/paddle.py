@@ -386,7 +386,7 @@ class _Custom(paddle.autograd.PyLayer):
         made_here = {id(r) for r in results if isinstance(r, Tensor)}
         ctx.save_for_backward(*(t.detach() if id(t) in made_here else t for t in own.saved_tensors))
         ctx.once_only = builtins.any(id(t) in made_here for t in own.saved_tensors)
-        del own.saved_tensors
+        vars(own).pop("saved_tensors", None)
         ctx.set_materialize_grads(own.materialize)
         ctx.spec, ctx.own = spec, own
         ctx.arguments = [i for i, a in enumerate(args) if isinstance(a, Tensor)]

@@ -21,7 +21,9 @@ before the process starts.
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import sys
 from typing import Any
 
 import numpy as np
@@ -196,15 +198,18 @@ def _correct_loop_bounds() -> None:
 
 def _accept_paddle_tensors() -> None:
     """Zero-copy stand-ins: a torch tensor made by DLPack from each Paddle tensor of a launch."""
-    import sys
-
     from triton.runtime import interpreter
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     shipped = interpreter.GridExecutor.__call__
 
     def as_torch(x: Any) -> Any:
         paddle = sys.modules.get("paddle")
-        if paddle is None or not isinstance(x, paddle.Tensor):
+        if paddle is None:
+            return x
+        if isinstance(x, TensorDescriptor) and hasattr(x.base, "owner"):
+            return dataclasses.replace(x, base=as_torch(x.base.owner))
+        if not isinstance(x, paddle.Tensor):
             return x
         import torch
 
