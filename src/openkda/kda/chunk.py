@@ -68,8 +68,8 @@ def chunk_kda(
             and never decreases. A repeated offset is an empty slot: its state passes through bit for bit. Tokens after
             the last offset are padding: o and all token gradients are exactly 0 there, whatever the inputs hold.
         state_v_first: States are `[N, HV, V, K]`.
-        save_intermediates: Keep more for the backward and recompute less. Changes no result; the eager backends always
-            keep all.
+        save_intermediates: Keep more for the backward and recompute less. Gradients agree to rounding; the eager
+            backends always keep all.
         batch_invariant: A sequence gives the same bits alone, in a batch and packed. Needs a fused backend; raises
             elsewhere.
         cp_context: Context parallelism; None here.
