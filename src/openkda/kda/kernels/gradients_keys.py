@@ -201,9 +201,9 @@ def _products(
     upper = tl.load(tiles + QP8 * TILE, mask=r3 >= 8, other=0.0)
     h_q = tl.dot(b_q, mixed, input_precision=PRECISION)
     h_k = tl.dot(b_k, mixed, input_precision=PRECISION)
-    h_c = tl.dot(tl.permute(b_q, (0, 2, 1)), upper, input_precision=PRECISION)
-    h_c = tl.dot(tl.permute(b_k, (0, 2, 1)), mixed, h_c, input_precision=PRECISION)
-    tl.store(words + ROWS8 * TILE, _pack(tl.where(r3 >= 8, h_q, h_c), h_k, WORD))
+    h_c8 = tl.dot(tl.permute(b_q, (0, 2, 1)), upper, input_precision=PRECISION)
+    h_c8 = tl.dot(tl.permute(b_k, (0, 2, 1)), mixed, h_c8, input_precision=PRECISION)
+    tl.store(words + ROWS8 * TILE, _pack(h_q, h_k, WORD))
 
     # rows: earlier blocks, n blocks away, then the state
     row_q = tl.load(tiles + QP * TILE).to(tl.float32)
@@ -240,7 +240,7 @@ def _products(
         far *= tl.load(total + n * KC, mask=m, other=1.0)
     n_c = far * tl.load(dkg + state, mask=m3, other=0.0).to(tl.float32)
     h_c += n_c
-    tl.store(words + COLUMNS * TILE, _pack(h_c, h_c, WORD))
+    tl.store(words + COLUMNS * TILE, _pack(h_c, h_c8, WORD))
     column = tl.load(tiles + KY * TILE).to(tl.float32)
     tl.store(sums + COLUMN_SUM * KC, tl.sum(column * n_c, 1))
     tl.store(sums + LOWER_SUM * KC, tl.sum(tl.where(r3 < 8, column * h_c, 0.0), 1))
@@ -249,7 +249,7 @@ def _products(
 @triton.jit
 def _finish_half(
     q, k, g, row_norms, row_beta, pairs, words, fp32, dq, dk, dg, k_dk,
-    bias, p, y, across, passed, s_bias, s_A, left, lower, SCALE,
+    bias, p, y, across, passed, s_bias, s_A, left, SCALE,
     Q_T: tl.constexpr, K_T: tl.constexpr, G_T: tl.constexpr, OUT_T: tl.constexpr, KC: tl.constexpr,
     GATE: tl.constexpr, L2NORM: tl.constexpr, BETA_SIGMOID: tl.constexpr,
 ):  # fmt: skip
@@ -273,7 +273,6 @@ def _finish_half(
         b_q, b_k, alpha = loads[r][0].to(tl.float32), loads[r][1].to(tl.float32), tl.exp2(loads[r][2])
         h_q, h_k = _unpack(loads[r][3], WORD)
         h_q8, h_k8 = _unpack(loads[r][4], WORD)
-        h_q8 = tl.where(lower, 0.0, h_q8)
         if L2NORM:
             f_q, c_q = _unpack64(tl.load(row_norms + r))
             f_k, _ = _unpack64(tl.load(row_norms + 64 + r))
@@ -339,9 +338,8 @@ def _finish_half(
     suffix = across
     outs = ()
     for r in tl.static_range(7, -1, -1):
-        h_c, _ = _unpack(columns[r][0], WORD)
-        h_c8, _ = _unpack(loads[r][4], WORD)
-        d_c = y * h_c + y8 * tl.where(lower, h_c8, 0.0)
+        h_c, h_c8 = _unpack(columns[r][0], WORD)  # h_c8 is 0 in the upper half, h_q8 and h_k8 in the lower
+        d_c = y * h_c + y8 * h_c8
         d_k = dks[r] + d_c + cols[r]
         if L2NORM:
             f_k, c_k = _unpack64(tl.load(row_norms + 64 + r))
@@ -418,7 +416,7 @@ def _finish(
         y, passed, s_bias, s_A = _finish_half(
             q + h * Q_T, k + h * K_T, g + h * G_T, row_norms + h, row_beta + h, pairs + h * 8, words + h * KC,
             fp32 + h * KC, dq + h * OUT_T, dk + h * OUT_T, dg + h * OUT_T, k_dk + h,
-            bias, p, y, across, passed, s_bias, s_A, left - h, (blk >= 0) & (s == 1), SCALE,
+            bias, p, y, across, passed, s_bias, s_A, left - h, SCALE,
             Q_T, K_T, G_T, OUT_T, KC, GATE, L2NORM, BETA_SIGMOID,
         )  # fmt: skip
     if GATE != "none":

@@ -61,7 +61,7 @@ TABLES: dict[str, dict[int, list[Row]]] = {
     "gradients_bwd": {
         80: [(ANY, _gradients(64, 432))],
         89: [(ANY, _gradients(32, 512))],
-        90: [(ANY, _gradients(64, 528, maxnreg=128))],
+        90: [(ANY, _gradients(64, 396, maxnreg=168))],
         100: [(ANY, _gradients(64, 592))],
     },
     "reverse_scan_bwd": {
