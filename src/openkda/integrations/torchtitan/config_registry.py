@@ -53,22 +53,22 @@ def _tiny(flavor: str) -> Trainer.Config:
         hf_assets_path=".",
         tokenizer=ByteTokenizer.Config(),
         dataloader=TextDataLoader.Config(),
-        validator=HeldOutValidator.Config(enable=False, freq=100),
+        validator=HeldOutValidator.Config(enable=False, freq=200),
         loss=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(model_spec)),
         optimizer=adamw(lr=4e-3),
         lr_scheduler=LRSchedulersContainer.Config(
-            warmup_steps=20, decay_ratio=0.8, decay_type="cosine", min_lr_factor=0.1
+            warmup_steps=40, decay_ratio=0.8, decay_type="cosine", min_lr_factor=0.1
         ),
         training=TrainingConfig(
-            local_batch_size=8,
+            local_batch_size=4,
             seq_len=256,
-            steps=300,
+            steps=800,
             mixed_precision_param="float32",
             disable_cuda_graphs=True,
         ),
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
         metrics=MetricsProcessor.Config(log_freq=10),
-        checkpoint=CheckpointManager.Config(interval=100, initial_load_model_only=False),
+        checkpoint=CheckpointManager.Config(interval=200, initial_load_model_only=False),
         activation_checkpoint=None,
     )
 
