@@ -190,3 +190,9 @@ def test_everything_goes_through_json(fp32: Comparison) -> None:
 def test_unknown_routing_is_refused(tiny_pair: Pair) -> None:
     with pytest.raises(ValueError, match="routing must be 'natural' or 'forced', got 'random'"):
         compare(tiny_pair, routing="random")
+
+
+def test_comparison_of_ours_with_itself_is_refused(tiny_pair: Pair) -> None:
+    integration = pytest.importorskip("openkda.integrations.transformers")
+    with integration.enabled(), pytest.raises(ValueError, match="must run transformers' own operators"):
+        compare(tiny_pair)

@@ -18,7 +18,7 @@ from openkda.parity import causes, record, stages
 from openkda.parity.metrics import ErrorSum, Figures, TokenFigures, last_tokens, summarize, token_figures
 from openkda.parity.pair import Pair
 from openkda.parity.prompts import Prompt
-from openkda.parity.reference import quiet
+from openkda.parity.reference import quiet, require_own_operators
 from openkda.parity.results import Comparison, Finding, Gradient, LayerReport, Packed, Tie, WorstToken
 
 # Largest relative RMS error of a stage, given equal inputs, that rounding explains. fp32: a thousand times what two
@@ -38,10 +38,11 @@ def compare(
         grad: Compare the gradients of every parameter, too, of the mean next-token loss.
         packed: Run ours on all prompts in one packed row, too, and compare with one by one.
         tolerance: Relative RMS error of a stage that counts as rounding; None takes TOLERANCE of the dtype.
-    Raises: ValueError for an unknown routing.
+    Raises: ValueError for an unknown routing, or while openkda.integrations.transformers is enabled.
     """
     if routing not in ("natural", "forced"):
         raise ValueError(f"compare: routing must be 'natural' or 'forced', got {routing!r}")
+    require_own_operators()
     with quiet():
         return _Run(pair, routing, grad, TOLERANCE[pair.dtype] if tolerance is None else tolerance).go(packed)
 

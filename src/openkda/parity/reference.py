@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -61,14 +62,21 @@ _TINY: dict[str, Any] = {
 
 
 def require_transformers() -> None:
-    """Raise ImportError unless transformers is the release this is written for and runs its own operators.
-
-    With a package that transformers takes its operators from, the comparison would be with that package.
-    """
+    """Raise ImportError unless transformers is the release this is written for."""
     if transformers.__version__.split("+")[0] != VERSION:
         raise ImportError(
             f"openkda.parity: transformers must be {VERSION}, got {transformers.__version__}; "
             "install the extra: pip install 'openkda[transformers]'"
+        )
+
+
+def require_own_operators() -> None:
+    """Raise ValueError while transformers' layers run ours: the comparison would be of ours with itself."""
+    integration: Any = sys.modules.get("openkda.integrations.transformers")
+    if integration is not None and integration.is_enabled():
+        raise ValueError(
+            "compare: the reference must run transformers' own operators, got those of openkda; "
+            "call openkda.integrations.transformers.disable() first"
         )
 
 

@@ -284,3 +284,23 @@ def test_torchtitan_reads_the_converted_checkpoint(source: Path, tmp_path: Path)
     for name, value in model.state_dict().items():
         assert value.dtype == torch.float32
         assert torch.equal(value, weights.read(name).float()), name
+
+
+def test_torchtitan_starts_from_files_of_transformers_directly(source: Path) -> None:
+    """As its checkpointer does with `checkpoint.initial_load_in_hf`; dense layer 0 is called block_sparse_moe here."""
+    from torch.distributed.checkpoint import load
+
+    from openkda.integrations.torchtitan.state_dict_adapter import KimiLinearStateDictAdapter
+
+    config = load_config(source)
+    adapter = KimiLinearStateDictAdapter(config, str(source))
+    model = config.build()
+    disk = adapter.to_hf(model.state_dict())
+    with hf_checkpoint._quiet():
+        load(disk, storage_reader=adapter.get_hf_storage_reader(str(source)), no_dist=True)
+    model.load_state_dict(adapter.from_hf(disk))
+    weights = HFWeights(source, config)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, weights.read(name).float()), name
+    with pytest.raises(NotImplementedError, match="initial_load_in_hf_quantized must be False, got True"):
+        adapter.get_hf_storage_reader(str(source), from_quantized=True)

@@ -18,12 +18,14 @@ transformers calls both `block_sparse_moe` on disk and `mlp` in memory, and ever
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
@@ -112,6 +114,15 @@ class KimiLinearStateDictAdapter(StateDictAdapter):
             out[f"layers.{layer}.{_EXPERTS_HERE}{here}"] = self._stack_experts(int(layer), weight, parts)
         return out
 
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> HuggingFaceStorageReader:
+        """Reader of a folder of safetensors files for torchtitan (`checkpoint.initial_load_in_hf`).
+
+        Raises: NotImplementedError for quantized weights.
+        """
+        if from_quantized:
+            raise NotImplementedError("kimi_linear: checkpoint.initial_load_in_hf_quantized must be False, got True")
+        return _CanonicalReader(path, self.canonical_name)
+
     def canonical_name(self, name: str) -> str:
         """A name on disk with its feed-forward called `mlp` in a dense layer and `block_sparse_moe` in one of experts.
 
@@ -158,6 +169,37 @@ class KimiLinearStateDictAdapter(StateDictAdapter):
                 f"kimi_linear: layer {layer} must have {weight} of {num_experts} experts, got none for {missing[:8]}"
             )
         return torch.stack([parts[i] for i in range(num_experts)])
+
+
+class _CanonicalReader(HuggingFaceStorageReader):
+    """Reads files under canonical names, whatever their feed-forward layers are called."""
+
+    def __init__(self, path: str, canonical: Callable[[str], str]) -> None:
+        super().__init__(path)
+        self._canonical = canonical
+        self._on_disk: dict[str, str] = {}
+
+    def read_metadata(self) -> Metadata:
+        found = super().read_metadata()
+        self._on_disk = {self._canonical(name): name for name in found.state_dict_metadata}
+        tensors = {name: found.state_dict_metadata[raw] for name, raw in self._on_disk.items()}
+        assert found.storage_data is not None
+        places = {replace(i, fqn=self._canonical(i.fqn)): place for i, place in found.storage_data.items()}
+        return replace(found, state_dict_metadata=tensors, storage_data=places)
+
+    def _process_read_request(self, f: Any, req: Any, planner: Any) -> None:
+        super()._process_read_request(_Renamed(f, self._on_disk), req, planner)
+
+
+@dataclass(frozen=True)
+class _Renamed:
+    """An open safetensors file, asked by canonical name."""
+
+    file: Any
+    on_disk: Mapping[str, str]
+
+    def get_slice(self, name: str) -> Any:
+        return self.file.get_slice(self.on_disk[name])
 
 
 @dataclass(frozen=True)
