@@ -167,6 +167,18 @@ def test_cache_is_upstreams_and_either_can_go_on_from_it(kimi_linear: Any, token
     close(kimi_linear(tokens[:, 20:21], cache=ours).logits, want, 1e-5)
 
 
+@torch.no_grad()
+def test_cache_may_come_by_its_old_name(kimi_linear: Any, tokens: Tensor):
+    from transformers import DynamicCache
+
+    integration.enable()
+    model = kimi_linear.model.eval()
+    cache = DynamicCache(config=kimi_linear.config)
+    with pytest.warns(FutureWarning, match="past_key_values"):
+        model(tokens[:, :20], past_key_values=cache)
+    assert cache.layers[0].has_previous_state[0]
+
+
 def test_gradients_pass_through_a_cache(kimi_linear: Any, tokens: Tensor, close: Close):
     # transformers edits its cache in place after the layer has read it; what the graph holds must not change with it.
     integration.enable()

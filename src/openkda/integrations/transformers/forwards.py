@@ -150,6 +150,7 @@ def _kimi_linear_model(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(original)
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(
         self: Any,
         input_ids: Tensor | None = None,
@@ -208,6 +209,7 @@ def _glm5_next_model(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(original)
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(
         self: Any,
         input_ids: Tensor | None = None,
@@ -251,7 +253,6 @@ def _packed(
 ) -> packed.Packed | None:
     """The packed sequences that a call of a model describes, or None. Positions count only without a cache."""
     op = type(self).__name__
-    cache = kwargs.get("past_key_values") if cache is None else cache  # its old name
     some = next((x for x in inputs.values() if x is not None), None)
     if some is None:
         return None  # the model says what is missing
