@@ -88,11 +88,11 @@ def resources(compiled: Any, arch: int) -> Resources:
         ptxas = os.path.join(binaries, "ptxas-blackwell" if arch >= 100 else "ptxas")
         command = [ptxas, "-v", "--gpu-name=" + target, path, "-o", os.path.join(folder, "kernel.cubin")]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spills = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     used = re.search(r"Used (\d+) registers", log)
-    if spills is None or used is None:
+    if not spills or used is None:
         raise RuntimeError(f"resources: ptxas must report registers and spills, got {log!r}")
-    stack, stores, loads = map(int, spills.groups())
+    stack, stores, loads = (sum(map(int, column)) for column in zip(*spills, strict=True))  # noinline functions too
     return Resources(
         target=target,
         registers=int(used.group(1)),
