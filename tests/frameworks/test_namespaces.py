@@ -22,3 +22,30 @@ def test_paddle_has_what_torch_has():
     assert len(torch) > 50
     assert paddle.keys() == torch.keys()
     assert paddle == torch
+
+
+#: What is for one library by name, and may import it.
+ONE_LIBRARY = (
+    "cli",
+    "frameworks/torch.py",
+    "frameworks/paddle.py",
+    "integrations",
+    "nn",
+    "paddle",
+    "parity",
+    "testing",
+)
+
+
+def test_host_code_imports_no_library():
+    # Nor at run time: so no import of ours can get the wrong one, whatever Paddle's compat mode makes of `torch`.
+    package, found = FOLDER.parent, []
+    for path in sorted(package.rglob("*.py")):
+        name = path.relative_to(package).as_posix()
+        if name.startswith(ONE_LIBRARY):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            imported += [node.module or ""] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
+            found += [f"{name}: {module}" for module in imported if module.split(".")[0] in ("torch", "paddle")]
+    assert not found

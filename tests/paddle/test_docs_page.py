@@ -14,7 +14,7 @@ BLOCKS = re.findall(r"^```python paddle\n(.*?)^```", PAGE.read_text(), flags=re.
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
 def test_examples_run(number, tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", BLOCKS[number]]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
 
 

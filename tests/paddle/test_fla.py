@@ -43,12 +43,12 @@ def test_the_five_lines_in_a_compat_scope(order, torch):
     code = ("" if torch else NO_TORCH) + order + "before = set(sys.modules)\n" + USE
     code += "print(*{n for n in sys.modules if n.startswith(('openkda', 'fla'))} - before)"
     command = [sys.executable, "-W", "ignore", "-c", code]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == []
 
 
 def test_the_five_lines_without_compat_and_without_torch():
     command = [sys.executable, "-W", "ignore", "-c", NO_TORCH + INSTALL + LINES + USE]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr

@@ -57,7 +57,7 @@ def run_fresh(code, *, without=()):
     """Run code in a new interpreter in which the packages of `without` cannot be imported; returns what it printed."""
     script = (BLOCKED.format(names=set(without)) if without else "") + textwrap.dedent(code)
     command = [sys.executable, "-W", "ignore", "-c", script]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
