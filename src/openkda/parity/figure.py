@@ -45,10 +45,9 @@ def divergence_svg(c: Comparison) -> str:
                 color=OVER,
             )
     errors.set_yscale("log")
-    errors.set_ylim(bottom=FLOOR)
-    errors.margins(y=0.15)
+    errors.set_ylim(FLOOR, 10 * max(c.tolerance, *alone, *(_drawn(x.hidden_error) for x in c.layers)))
     errors.set_ylabel("relative RMS error")
-    errors.legend(loc="upper left", fontsize=8, framealpha=0.9)
+    figure.legend(loc="outside upper center", ncols=3, fontsize=8, frameon=False)
     errors.grid(axis="y", alpha=0.25)
 
     routed = [layer for layer in c.layers if layer.expert_agreement is not None]
