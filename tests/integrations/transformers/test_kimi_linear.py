@@ -1,5 +1,6 @@
 """Kimi Linear through openkda equals Kimi Linear through transformers' own operators."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -179,8 +180,13 @@ def test_cache_may_come_by_its_old_name(kimi_linear: Any, tokens: Tensor):
     assert cache.layers[0].has_previous_state[0]
 
 
-def test_gradients_pass_through_a_cache(kimi_linear: Any, tokens: Tensor, close: Close):
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+def test_gradients_pass_through_a_cache(
+    backend: str, kimi_linear: Any, tokens: Tensor, close: Close, monkeypatch: pytest.MonkeyPatch
+):
     # transformers edits its cache in place after the layer has read it; what the graph holds must not change with it.
+    # The eager operator happens to copy the state first; the reference does not.
+    monkeypatch.setattr(openkda, "chunk_kda", functools.partial(openkda.chunk_kda, backend=backend))
     integration.enable()
     embed = kimi_linear.model.embed_tokens.weight
     whole = kimi_linear(tokens[:, :50], use_cache=False).logits[:, 20:]
