@@ -395,10 +395,11 @@ class _Custom(paddle.autograd.PyLayer):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        if ctx.once_only and paddle.is_grad_enabled():  # create_graph=True
+        once = getattr(ctx.spec, "ONCE", None)
+        if (ctx.once_only or once) and paddle.is_grad_enabled():  # create_graph=True
             raise RuntimeError(
                 f"openkda: a second derivative must not be asked for on Paddle, got create_graph=True through "
-                f"{getattr(ctx.spec, '__name__', 'an operator')}; use torch tensors for that"
+                f"{once or getattr(ctx.spec, '__name__', 'an operator')}"
             )
         own = _Context(**vars(ctx.own))
         own.saved_tensors = tuple(ctx.saved_tensor())

@@ -207,13 +207,13 @@ def _accept_paddle_tensors() -> None:
         paddle = sys.modules.get("paddle")
         if paddle is None:
             return x
+        if isinstance(x, paddle.Tensor):
+            import torch
+
+            return torch.from_dlpack(x.detach())
         if isinstance(x, TensorDescriptor) and hasattr(x.base, "owner"):
             return dataclasses.replace(x, base=as_torch(x.base.owner))
-        if not isinstance(x, paddle.Tensor):
-            return x
-        import torch
-
-        return torch.from_dlpack(x.detach())
+        return x
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return shipped(self, *map(as_torch, args), **{name: as_torch(value) for name, value in kwargs.items()})
