@@ -68,12 +68,18 @@ def explain(x: Any) -> str:
     gpu = why_not_triton(x)
     lines = [f"{fw.NAME} tensor, {fw.dtype_name(x)}, on {fw.device_name(x)}"]
     for op, available in {**chunk.AVAILABLE, **recurrent.AVAILABLE, **conv.AVAILABLE, **norm.AVAILABLE}.items():
-        why = (
-            f"triton {gpu}"
-            if "triton" in available and gpu
-            else ""
-            if "triton" in available
-            else "it has no triton kernel yet"
-        )
-        lines.append(f"  {op:15s} auto -> {choose(op, 'auto', available, x):10s}{why}")
+        chosen = choose(op, "auto", available, x)
+        lines.append(f"  {op:15s} auto -> {chosen:10s}{_why_no_kernel(available, chosen, gpu)}".rstrip())
     return "\n".join(lines)
+
+
+def _why_no_kernel(available: Mapping[str, Callable[..., Any]], chosen: str, gpu: str | None) -> str:
+    if "triton" not in available:
+        return "it has no triton kernel yet"
+    if gpu is not None:
+        return f"triton {gpu}"
+    return (
+        ""
+        if chosen == "triton"
+        else 'its triton kernels run here when backend="triton" asks for them; new, not the default'
+    )
