@@ -78,8 +78,4 @@ def _why_no_kernel(available: Mapping[str, Callable[..., Any]], chosen: str, gpu
         return "it has no triton kernel yet"
     if gpu is not None:
         return f"triton {gpu}"
-    return (
-        ""
-        if chosen == "triton"
-        else 'its triton kernels run here when backend="triton" asks for them; new, not the default'
-    )
+    return "" if chosen == "triton" else 'its triton kernels are new: they run when backend="triton" asks for them'
