@@ -141,6 +141,11 @@ def test_chunk_indices_of_nothing_are_empty():
             ValueError,
             r"prepare_chunk_indices: chunk_size must be at least 1, got 0",
         ),
+        (
+            lambda: prepare_chunk_indices(torch.tensor([0, 3]), 2.5),
+            TypeError,
+            r"prepare_chunk_indices: chunk_size must be an int, got float",
+        ),
         (lambda: prepare_chunk_indices(torch.tensor([0, 3])), TypeError, "chunk_size"),
     ],
 )

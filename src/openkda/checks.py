@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 
 from openkda import frameworks
 
+FLOATING = ("float32", "float64", "float16", "bfloat16")
+
 
 def values_wanted() -> bool:
     """True when checks may read tensor values (OPENKDA_CHECK=1); they then wait for the device."""
@@ -38,6 +40,8 @@ def floating(op: str, name: str, x: Any) -> None:
     fw = frameworks.of(x)
     if not fw.is_floating(x):
         bad_type(op, name, "have a floating dtype", fw.dtype_name(x))
+    if fw.dtype_name(x) not in FLOATING:  # the 8-bit ones
+        bad_type(op, name, f"have dtype {' or '.join(FLOATING)}", fw.dtype_name(x), "cast it first")
 
 
 def dtype(op: str, name: str, x: Any, allowed: Sequence[str], hint: str = "") -> None:

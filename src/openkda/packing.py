@@ -185,11 +185,13 @@ def prepare_chunk_indices(cu_seqlens: Any, chunk_size: int) -> Any:
         chunk_size: Tokens a chunk, above 0.
     Returns: `[NT, 2]`, cu_seqlens' dtype and device; NT is the exact number of chunks, so the offsets are read on the
         host.
-    Raises: ValueError for a chunk_size below 1 or offsets that are not one-dimensional.
+    Raises: ValueError for a chunk_size below 1 or offsets that are not one-dimensional; TypeError for a wrong kind.
     """
     op = "prepare_chunk_indices"
     checks.dtype(op, "cu_seqlens", cu_seqlens, ("int32", "int64"))
     checks.rank(op, "cu_seqlens", cu_seqlens, "[N+1]")
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
+        checks.bad_type(op, "chunk_size", "be an int", type(chunk_size).__name__)
     if chunk_size < 1:
         checks.bad_value(op, "chunk_size", "be at least 1", chunk_size)
     fw = frameworks.of(cu_seqlens)

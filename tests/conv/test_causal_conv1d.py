@@ -341,3 +341,10 @@ def test_offset_values_are_checked_on_request(monkeypatch: pytest.MonkeyPatch):
         causal_conv1d(X[:1], WEIGHT, cu_seqlens=torch.tensor([0, 4, 2]))
     with pytest.raises(ValueError, match=r"causal_conv1d: cu_seqlens must end at or below T = 5, got 6"):
         causal_conv1d(X[:1], WEIGHT, cu_seqlens=torch.tensor([0, 6]))
+
+
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+@pytest.mark.parametrize("T", [0, 5])
+def test_a_batch_of_none(backend: str, T: int):
+    y, state = causal_conv1d(torch.ones(0, T, 3), torch.ones(3, 4), output_final_state=True, backend=backend)
+    assert (y.shape, state.shape) == ((0, T, 3), (0, 3, 3))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from openkda import testing
+from openkda import chunk_kda, testing
 from openkda.kda import eager
 
 # One token, one short of / equal to / one past a 16-row sub-block and a 64-row chunk, two chunks and one, eight chunks.
@@ -390,3 +390,35 @@ def test_eager_takes_minus_infinity_as_the_strongest_gate():
     got, want = testing.run(eager.chunk_kda, infinite), testing.run(eager.chunk_kda, inputs)
     assert all(x.isfinite().all() for x in got.values())
     testing.assert_close(got, want, testing.FP64_LIMIT)  # exp(-1000) is 0 in fp64 too
+
+
+# ---- second derivatives
+@pytest.mark.parametrize("cu_seqlens", [None, torch.tensor([0, 3])])
+def test_a_second_derivative_is_refused_and_never_wrong(cu_seqlens):
+    inputs = testing.make_inputs(T=3, H=1, HV=2, K=4, V=3)
+    g = -torch.rand(inputs.g.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def o(g, backend):
+        return chunk_kda(
+            inputs.q, inputs.k, inputs.v, g, inputs.beta.sigmoid(), cu_seqlens=cu_seqlens, backend=backend
+        )[0]
+
+    assert torch.autograd.gradgradcheck(lambda g: o(g, "reference"), g.requires_grad_())
+    message = "chunk_kda: a second derivative must not be asked for on a fast backend, got create_graph=True"
+    with pytest.raises(RuntimeError, match=message):
+        torch.autograd.grad(o(g, "eager").sum(), g, create_graph=True)
+
+
+# ---- nothing
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+@pytest.mark.parametrize("T", [0, 1, 65])
+def test_a_batch_of_none(T, backend):
+    q, v, beta = torch.ones(0, T, 1, 4, requires_grad=True), torch.ones(0, T, 2, 3), torch.ones(0, T, 2)
+    g = torch.ones(0, T, 2, 4)
+    o, state = chunk_kda(q, q, v, g, beta, output_final_state=True, backend=backend)
+    assert (o.shape, state.shape) == ((0, T, 2, 3), (0, 2, 4, 3))
+    _, state = chunk_kda(q, q, v, g, beta, output_final_state=True, state_v_first=True, backend=backend)
+    assert (state.shape, state.dtype) == ((0, 2, 3, 4), torch.float32)
+    start = torch.zeros(0, 2, 4, 3)
+    _, state = chunk_kda(q, q, v, g, beta, initial_state=start, output_final_state=True, backend=backend)
+    assert state.shape == start.shape

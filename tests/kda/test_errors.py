@@ -42,6 +42,11 @@ REFUSED: dict[str, tuple[dict[str, object], type[Exception], str]] = {
     "q is a list": ({"q": [1.0]}, TypeError, "q must be a tensor, got list"),
     "q is a buffer": ({"q": array("f", [1.0])}, TypeError, "q must be a tensor, got array"),
     "v is None": ({"v": None}, TypeError, "v must be a tensor, got NoneType"),
+    "8-bit floats": (
+        {name: x.to(torch.float8_e4m3fn) for name, x in valid().items()},
+        TypeError,
+        "q must have dtype float32 or float64 or float16 or bfloat16, got float8_e4m3fn; cast it first",
+    ),
     "q has no batch": ({"q": torch.zeros(T, H, K)}, ValueError, r"q must have shape \[B, T, H, K\], got \[5, 2, 8\]"),
     "k has no heads": ({"k": torch.zeros(B, T, K)}, ValueError, r"k must have shape \[B, T, H, K\], got \[1, 5, 8\]"),
     "v has no heads": ({"v": torch.zeros(B, T, V)}, ValueError, r"v must have shape \[B, T, HV, V\], got \[1, 5, 6\]"),

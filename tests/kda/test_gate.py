@@ -277,6 +277,7 @@ def test_gate_refuses(op, change, error, message):
     [
         (dict(chunk_size=0), ValueError, "chunk_size must be at least 1, got 0"),
         (dict(chunk_size=2.5), TypeError, "chunk_size must be an int, got float"),
+        (dict(log2=2), TypeError, "log2 must be a bool, got int"),
         (
             dict(cu_seqlens=torch.tensor([0.0, 5.0])),
             TypeError,
@@ -290,7 +291,15 @@ def test_gate_refuses(op, change, error, message):
             "batch size must be 1 with cu_seqlens, got 2",
         ),
     ],
-    ids=["chunk_size 0", "chunk_size a float", "offsets of floats", "offsets of rank 2", "one offset", "batch of 2"],
+    ids=[
+        "chunk_size 0",
+        "chunk_size a float",
+        "log2 a number",
+        "offsets of floats",
+        "offsets of rank 2",
+        "one offset",
+        "batch of 2",
+    ],
 )
 def test_gate_cumsum_refuses(change, error, message):
     arguments = {"raw": RAW, "A_log": A_LOG} | change

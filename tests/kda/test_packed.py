@@ -187,6 +187,18 @@ def test_checking_values_takes_nan_in_the_tail(monkeypatch):
     assert o.isfinite().all()
 
 
+@pytest.mark.parametrize("op", [chunk_kda, recurrent_kda], ids=lambda op: op.__name__)
+def test_checking_values_takes_a_positive_gate_in_the_tail(op, monkeypatch):
+    monkeypatch.setenv("OPENKDA_CHECK", "1")
+    inputs, cu_seqlens = testing.make_inputs(T=20, gate="none"), torch.tensor([0, 10])
+    g = inputs.g.clone()
+    g[:, 10:] = 1.0
+    op(inputs.q, inputs.k, inputs.v, g, inputs.beta, cu_seqlens=cu_seqlens)
+    g[:, 9] = 1.0
+    with pytest.raises(ValueError, match="g must be <= 0 everywhere"):
+        op(inputs.q, inputs.k, inputs.v, g, inputs.beta, cu_seqlens=cu_seqlens)
+
+
 # ---- no host synchronisation
 @pytest.mark.parametrize("gate", ["softplus", "bounded", "given"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])

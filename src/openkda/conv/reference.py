@@ -50,4 +50,6 @@ def causal_conv1d(
     outputs += [fw.zeros((C,), like=x, dtype=inner)] * (B * T - len(outputs))  # after the last offset: padding
     y = fw.stack(outputs, 0) if outputs else fw.zeros((0, C), like=x)
     y = fw.cast(fw.reshape(y, (B, T, C)), dtype)
-    return y, fw.stack(states, 0) if output_final_state else None
+    if not output_final_state:
+        return y, None
+    return y, fw.stack(states, 0) if states else fw.zeros((0, C, W - 1), like=x)

@@ -306,7 +306,8 @@ def custom(spec: type, *args: Any) -> Any:
     """Run `spec.forward(fw, ctx, *args)` with `spec.backward(fw, ctx, *grads)` as its derivative.
 
     One gradient (or None) per argument comes back from backward. ctx has save_for_backward, saved_tensors,
-    needs_input_grad and free attributes.
+    needs_input_grad and free attributes. A spec whose backward uses what forward computed besides its results, which
+    makes it a constant to a second derivative, names its operator in ONCE: create_graph=True then raises.
     """
     return _Custom.apply(*args, spec)
 
@@ -321,8 +322,22 @@ class _Custom(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        if hasattr(ctx.spec, "ONCE"):
+            _once_only(ctx.spec.ONCE)
         result = ctx.spec.backward(_SELF, ctx, *grads)
         return (*result, None) if isinstance(result, tuple) else (result, None)
+
+
+def _once_only(op: str) -> None:
+    """Raise where autograd records this backward (create_graph=True): it would take it for a constant.
+
+    torch's once_differentiable raises later, but not always: autograd.grad passes over it on the way to an input.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{op}: a second derivative must not be asked for on a fast backend, got create_graph=True; "
+            'backend="reference" has one'
+        )
 
 
 # ---- two streams
@@ -410,6 +425,7 @@ class _Direct(torch.autograd.Function):
         if not hasattr(ctx.spec, "backward"):
             raise RuntimeError(ctx.spec.NO_DERIVATIVE)
         needs = ctx.needs_input_grad[1:]
+        _once_only(ctx.spec.NAME)
         return (None, *ctx.spec.backward(_SELF, ctx.saved_tensors, ctx.others, needs, *grads))
 
 
@@ -425,6 +441,7 @@ def _register(spec: Any) -> bool:
         ctx.set_materialize_grads(False)
 
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        _once_only(spec.NAME)
         return spec.backward(_SELF, ctx.saved_tensors, ctx.others, ctx.needs_input_grad, *grads)
 
     def refuse(*_: Any) -> None:

@@ -76,7 +76,8 @@ def chunk_kda(
         backend: "auto", "triton", "eager" or "reference"; `openkda.explain(q)` says what "auto" chooses and why.
     Returns: (o `[B, T, HV, V]` in v's dtype, final states shaped like initial_state, or None).
     Raises: TypeError for a wrong kind or dtype; ValueError for a shape or value outside the above; BackendUnavailable
-        when the named backend cannot run here, with the reason.
+        when the named backend cannot run here, with the reason. Only backend="reference" has second derivatives:
+        elsewhere create_graph=True raises RuntimeError in the backward.
     Numerics: state, sums, inverse and v - S^T k in fp32 (fp64 with fp64 inputs); exact for any finite g <= 0.
     Source: Kimi Linear, arXiv 2510.26692; docs/maths.md derives the chunked form.
     """
@@ -90,7 +91,7 @@ def chunk_kda(
         "state_v_first": state_v_first,
     }
     extras = {"save_intermediates": save_intermediates, "batch_invariant": batch_invariant}
-    check_options(op, g, scale=scale, **gate, **beta_options, **flags, **extras)
+    check_options(op, g, scale=scale, cu_seqlens=cu_seqlens, **gate, **beta_options, **flags, **extras)
     if initial_state is not None:
         check_state(op, "initial_state", initial_state, q, sizes, v_first=state_v_first)
     chosen = backends.choose(op, backend, AVAILABLE[op], q)

@@ -70,6 +70,7 @@ def check_options(
     A_log: Any,
     dt_bias: Any,
     lower_bound: Any,
+    cu_seqlens: Any | None,
     **flags: Any,
 ) -> None:
     """Switches that only make sense together, and the gate's parameters. Other boolean switches come in as flags."""
@@ -106,11 +107,13 @@ def check_options(
                 "g is then the log-decay itself; set use_gate_in_kernel=True for raw logits",
             )
     if checks.values_wanted():
-        _check_decay_values(op, g)
+        _check_decay_values(op, g, cu_seqlens)
 
 
-def _check_decay_values(op: str, g: Any) -> None:
+def _check_decay_values(op: str, g: Any, cu_seqlens: Any | None) -> None:
     fw = frameworks.of(g)
+    if cu_seqlens is not None:
+        g = g[:, : fw.to_list(cu_seqlens)[-1]]  # behind it lies padding, which may hold anything
     if fw.to_list(fw.any_above(g, 0.0)):
         checks.bad_value(op, "g", "be <= 0 everywhere", "a value above 0", "g is a log-decay in nats")
 

@@ -62,7 +62,7 @@ def chunk_kda(
     """
     fw = frameworks.of(q)
     dtype, out_dtype, (B, T, H, K), HV = state_dtype(fw, q), fw.dtype_name(v), fw.shape(q), fw.shape(v)[2]
-    if T == 0:
+    if B * T == 0:
         N = B if cu_seqlens is None else fw.shape(cu_seqlens)[0] - 1
         size = (N, HV, fw.shape(v)[3], K) if state_v_first else (N, HV, K, fw.shape(v)[3])
         state = fw.zeros(size, like=v, dtype=dtype) if initial_state is None else initial_state * 1.0
@@ -269,6 +269,8 @@ class IntraChunk:
         the gradient of F's exponent is Qr * dQr + Kr * dKr (upper) and Kc * dKc (lower)
     """
 
+    ONCE = "chunk_kda"
+
     @staticmethod
     def forward(fw: ModuleType, ctx: Any, q: Any, k: Any, g: Any, operand_dtype: str | None) -> tuple:
         levels, d_in, d_out, d_all = decay_factors(fw, g)
@@ -355,6 +357,8 @@ class Scan:
 
     A itself needs no derivative, as Vn = L^-1 R gives dL = -(L^-T dVn) Vn^T.
     """
+
+    ONCE = "chunk_kda"
 
     @staticmethod
     def forward(

@@ -107,6 +107,8 @@ def kda_gate_cumsum(
         checks.bad_type(op, "chunk_size", "be an int", type(chunk_size).__name__)
     if chunk_size < 1:
         checks.bad_value(op, "chunk_size", "be at least 1", chunk_size)
+    if not isinstance(log2, bool):
+        checks.bad_type(op, "log2", "be a bool", type(log2).__name__)
     fw = frameworks.of(raw)
     dtype = "float64" if fw.dtype_name(raw) == "float64" else "float32"
     B, T, HV, K = fw.shape(raw)

@@ -58,7 +58,7 @@ def recurrent_kda(
         "output_final_state": output_final_state,
         "state_v_first": state_v_first,
     }
-    check_options(op, g, scale=scale, **gate, **options)
+    check_options(op, g, scale=scale, cu_seqlens=cu_seqlens, **gate, **options)
     named = {
         "q": q,
         "k": k,

@@ -73,4 +73,7 @@ def chunk_kda(
     outputs += [fw.zeros((HV, V), like=v, dtype=dtype)] * (B * T - len(outputs))  # after the last offset: padding
     o = fw.stack(outputs, 0) if outputs else fw.zeros((0, HV, V), like=v, dtype=dtype)
     o = fw.cast(fw.reshape(o, (B, T, HV, V)), fw.dtype_name(v))
-    return o, fw.stack(states, 0) if output_final_state else None
+    if not output_final_state:
+        return o, None
+    no_states = fw.zeros((0, HV, V, K) if state_v_first else (0, HV, K, V), like=v, dtype=dtype)
+    return o, fw.stack(states, 0) if states else no_states
