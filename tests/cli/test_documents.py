@@ -196,6 +196,23 @@ def test_line_that_is_not_json_names_the_line(tmp_path: Path) -> None:
     assert message(tmp_path / "a.jsonl").startswith("PATH: line 2 is not JSON: Expecting value (column ")
 
 
+@pytest.mark.parametrize(
+    "line", ["[" * 200_000, '{"text": "a", "n": ' + "9" * 5000 + "}"], ids=["nested", "long number"]
+)
+def test_line_that_python_does_not_parse_names_the_line(tmp_path: Path, line: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + line + "\n")
+    assert message(tmp_path / "a.jsonl").startswith("PATH: line 2 cannot be read: ")
+
+
+def test_line_with_half_a_surrogate_pair_names_the_line(tmp_path: Path) -> None:
+    whole = '{"text": "\\ud83d\\ude00"}\n'
+    (tmp_path / "a.jsonl").write_text(whole)
+    assert [d.text for d in read_documents(tmp_path / "a.jsonl")] == ["\U0001f600"]
+    (tmp_path / "a.jsonl").write_text(whole + '{"text": "\\ud83d"}\n')
+    expected = 'PATH: line 2 has half a surrogate pair in "text", which no UTF-8 text can hold'
+    assert message(tmp_path / "a.jsonl") == expected
+
+
 def test_dataset_without_text_column_lists_its_columns(tmp_path: Path) -> None:
     pytest.importorskip("datasets").Dataset.from_dict({"body": ["a"], "id": [1]}).save_to_disk(str(tmp_path / "d"))
     assert message(tmp_path / "d") == 'PATH: has no column "text"; its columns are body, id'

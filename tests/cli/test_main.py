@@ -139,6 +139,15 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
             ["generate", "--prompt", "a", "--checkpoint", "/", "--max-new-tokens", "0"],
             "openkda generate: --max-new-tokens must be at least 1, got 0",
         ),
+        (
+            ["generate", "--prompt", "a", "--checkpoint", "/", "--max-new-tokens", "9999999"],
+            "openkda generate: --max-new-tokens must be at most 1048576, got 9999999",
+        ),
+        (
+            ["generate", "--prompt", "a", "--checkpoint", "/", "--seed", str(1 << 64)],
+            f"openkda generate: --seed must be from 0 to 2**64 - 1, got {1 << 64}",
+        ),
+        (["generate", "--prompt", "\udcff", "--checkpoint", "/"], "openkda generate: --prompt must be UTF-8 text"),
     ],
 )
 def test_wrong_request_is_one_line(capsys: pytest.CaptureFixture[str], argv: list[str], expected: str) -> None:
@@ -257,6 +266,31 @@ def test_progress_of_other_ranks_is_quiet(capsys: pytest.CaptureFixture[str]) ->
     line.say("hello")
     line.stop()
     assert capsys.readouterr().out == ""
+
+
+def run_without_a_reader(code: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code whose standard output nobody reads."""
+    import os
+
+    ours, theirs = os.pipe()
+    os.close(ours)
+    try:
+        return subprocess.run([sys.executable, "-c", code], stdout=theirs, stderr=subprocess.PIPE, text=True)
+    finally:
+        os.close(theirs)
+
+
+def test_reader_that_leaves_ends_a_command_without_a_traceback() -> None:
+    done = run_without_a_reader("import sys; from openkda.cli.main import main; sys.exit(main(['doctor']))")
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_reader_that_leaves_does_not_end_a_training() -> None:
+    done = run_without_a_reader(
+        "import sys; from openkda.cli.progress import Progress\n"
+        "p = Progress(2); p.start(); p.say('a'); p.say('b'); p.stop(); print('still here', file=sys.stderr)"
+    )
+    assert (done.returncode, done.stderr) == (0, "still here\n")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")

@@ -292,6 +292,76 @@ def test_options_that_contradict_each_other(capsys: pytest.CaptureFixture[str], 
 
 
 @pytest.mark.parametrize(
+    "argv, expected",
+    [
+        (["--training.seq_len", "0"], "--training.seq_len must be at least 1, got 0"),
+        (["--training.steps", "0"], "--training.steps must be at least 1, got 0"),
+        (["--training.local_batch_size", "0"], "--training.local_batch_size must be at least 1, got 0"),
+        (["--metrics.log_freq", "0"], "--metrics.log_freq must be at least 1, got 0"),
+        (["--validator.freq", "0"], "--validator.freq must be at least 1, got 0"),
+        (["--validator.steps", "0"], "validation steps must be positive or -1"),
+        (["--dump_folder", "x"], "--dump_folder must be left out, got x; --output is the folder of a run"),
+        (
+            ["--checkpoint.no-enable"],
+            "--checkpoint.enable must be true: a run ends with a checkpoint and its held-out figure",
+        ),
+        (
+            ["--validator.no-enable"],
+            "--validator.enable must be true: a run ends with a checkpoint and its held-out figure",
+        ),
+    ],
+)
+def test_option_that_cannot_work(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, argv: list[str], expected: str
+) -> None:
+    assert refused(capsys, tmp_path, *argv) == f"openkda train: {expected}"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("below, why", [("file", "File exists"), ("file/out", "Not a directory")])
+def test_output_that_cannot_be_a_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, below: str, why: str
+) -> None:
+    (tmp_path / "file").touch()
+    message = refused(capsys, tmp_path, "--output", tmp_path / below)
+    assert message == f"openkda train: --output TMP/{below}: cannot be written to: {why}"
+
+
+@pytest.mark.parametrize("damage", ["metadata", "weights"])
+def test_damaged_checkpoint_is_one_line(
+    run: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    shutil.copytree(run[0], tmp_path / "run")
+    step = tmp_path / "run" / "checkpoint" / "step-4"
+    file = step / (".metadata" if damage == "metadata" else "__0_0.distcp")
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 3])
+    for argv, expected in (
+        (
+            ["train", "--resume", step, "--steps", "5"],
+            f"a checkpoint in {tmp_path / 'run'} cannot be read or written: ",
+        ),
+        (["generate", "--checkpoint", step, "--prompt", "a"], f"{step}: does not fit its configuration: "),
+        (["convert", "--from", "dcp", step, "--to", "hf", tmp_path / "hf"], f"{step}: cannot be read: "),
+    ):
+        assert main([str(a) for a in argv]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"openkda {argv[0]}: {expected}")
+        assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("temperature", ["1e-40", "1e-320"])
+def test_tiny_temperature_takes_the_likeliest_token(
+    run: tuple[Path, str], capsys: pytest.CaptureFixture[str], temperature: str
+) -> None:
+    texts = []
+    for t in ("0", temperature):
+        argv = ["--checkpoint", str(run[0]), "--prompt", "The", "--max-new-tokens", "8", "--temperature", t]
+        assert main(["generate", *argv]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
     "content, expected",
     [
         (b"", "TMP/text.txt: holds no text"),

@@ -10,6 +10,7 @@ import traceback
 from typing import Any, cast
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.config import ConfigManager
 from torchtitan.trainer import Trainer
 
@@ -19,6 +20,15 @@ from openkda.integrations.torchtitan.data import TextDataLoader
 from openkda.integrations.torchtitan.documents import DataError
 from openkda.integrations.torchtitan.tokenizer import ByteTokenizer, FileTokenizer
 from openkda.integrations.torchtitan.validate import HeldOutValidator
+
+COUNTS = (
+    "training.steps",
+    "training.seq_len",
+    "training.local_batch_size",
+    "checkpoint.interval",
+    "metrics.log_freq",
+    "validator.freq",
+)
 
 
 def load_config(request: Request) -> Trainer.Config:
@@ -37,15 +47,33 @@ def load_config(request: Request) -> Trainer.Config:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return cast(Trainer.Config, manager.parse_args(args))
+            config = cast(Trainer.Config, manager.parse_args(args))
     except DataError:
         raise
-    except ValueError as error:  # checks of one option against another
+    except (ValueError, AssertionError) as error:  # checks of one option against another
         raise UserError(one_line(error)) from error
     except SystemExit as done:
         if not done.code:  # after --help
             raise
         raise UserError(_first_sentence(said.getvalue())) from done
+    _check(config, request)
+    return config
+
+
+def _check(config: Trainer.Config, request: Request) -> None:
+    """What torchtitan has no objection to, and this command cannot do: options that take away what it promises at its
+    end, and counts that would be divided by, or looped over for ever.
+    """
+    if config.dump_folder != str(request.output):
+        raise UserError(f"--dump_folder must be left out, got {config.dump_folder}; --output is the folder of a run")
+    for option, part in (("checkpoint", config.checkpoint), ("validator", config.validator)):
+        if not part.enable:
+            raise UserError(f"--{option}.enable must be true: a run ends with a checkpoint and its held-out figure")
+    for option in COUNTS:
+        section, name = option.split(".")
+        value = getattr(getattr(config, section), name)
+        if value < 1:
+            raise UserError(f"--{option} must be at least 1, got {value}")
 
 
 def _functions(registry: Any) -> list[str]:
@@ -131,6 +159,12 @@ def _first_sentence(box: str) -> str:
     fault = " ".join(paragraphs[0].split()) or "torchtitan rejects the options"
     meant = re.search(r"Perhaps you meant.*?(--[\w.-]+)", " ".join(lines))
     return f"{fault}; " + (f"perhaps you meant {meant.group(1)}; " if meant else "") + "see --help-all"
+
+
+def checkpoint_fault(error: CheckpointException) -> str:
+    """Why a checkpoint could not be read or written, on one line: the first rank's reason."""
+    cause = next(iter(error.failures.values()))[0]
+    return f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
 
 
 def one_line(error: Exception) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 from openkda.cli.errors import UserError
@@ -51,6 +52,10 @@ def run(args: argparse.Namespace) -> int:
         from openkda.integrations.torchtitan import cpu, hf_checkpoint
     except ImportError as error:
         raise UserError(str(error)) from error
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from openkda.cli.configuration import checkpoint_fault, one_line
+
     cpu.install()
     try:
         if source_format == "hf":
@@ -60,6 +65,10 @@ def run(args: argparse.Namespace) -> int:
             tensors = hf_checkpoint.dcp_to_hf(folder, Path(target), config)
     except ValueError as error:
         raise UserError(" ".join(str(error).split())) from error
+    except CheckpointException as error:  # no Exception, but a BaseException
+        raise UserError(f"{source}: cannot be read: {checkpoint_fault(error)}") from error
+    except (UnpicklingError, EOFError) as error:  # of the checkpoint's .metadata
+        raise UserError(f"{source}: cannot be read: {one_line(error)}") from error
     print(f"openkda convert: {tensors} tensors, {target_format} folder {target}")
     return 0
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools.utils import set_default_dtype
 
-from openkda.cli.configuration import load_config
+from openkda.cli.configuration import checkpoint_fault, load_config
 from openkda.cli.errors import UserError
 from openkda.cli.record import Checkpoint
 from openkda.cli.train import Request
@@ -70,8 +71,10 @@ def _read_weights(model: Any, path: Path) -> None:
     try:
         with warnings.catch_warnings():  # it says that it reads in one process, which is meant
             warnings.simplefilter("ignore")
-            logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
+            logging.getLogger("torch.distributed.checkpoint").setLevel(logging.CRITICAL)
             load_dcp(state, checkpoint_id=str(path), no_dist=True)
+    except CheckpointException as error:  # no Exception, but a BaseException
+        raise UserError(f"{path}: does not fit its configuration: {checkpoint_fault(error)}") from error
     except Exception as error:  # DCP raises its own kinds; what counts for the user is that this checkpoint is unusable
         raise UserError(f"{path}: does not fit its configuration: {' '.join(str(error).split())[:300]}") from error
     model.load_state_dict(state)
@@ -115,7 +118,9 @@ def chooser(
         return lambda logits: logits.argmax(-1)
 
     def draw(logits: torch.Tensor) -> torch.Tensor:
-        logits = logits.float() / temperature
+        logits = logits.float()
+        # The largest one at 0: a tiny temperature then makes -inf of the others, and no infinity of this one.
+        logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
         if top_k is not None and top_k < logits.shape[-1]:
             smallest = logits.topk(top_k).values[:, -1:]
             logits = logits.masked_fill(logits < smallest, -float("inf"))

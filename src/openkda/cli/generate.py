@@ -12,6 +12,7 @@ from pathlib import Path
 from openkda.cli.errors import UserError
 from openkda.cli.record import find_checkpoint
 
+MAX_NEW_TOKENS = 1 << 20  # room is made for all of them before the first one
 EPILOG = """\
 examples:
   openkda generate --checkpoint outputs/kimi_linear_tiny-20260101-120000 --prompt "The yield statement"
@@ -50,11 +51,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     for name, value, valid, rule in (
         ("--max-new-tokens", args.max_new_tokens, args.max_new_tokens >= 1, "at least 1"),
+        ("--max-new-tokens", args.max_new_tokens, args.max_new_tokens <= MAX_NEW_TOKENS, f"at most {MAX_NEW_TOKENS}"),
+        ("--seed", args.seed, 0 <= args.seed < 1 << 64, "from 0 to 2**64 - 1"),
         ("--temperature", args.temperature, args.temperature >= 0, "0 or more"),
         ("--top-k", args.top_k, args.top_k is None or args.top_k >= 1, "at least 1"),
     ):
         if not valid:
             raise UserError(f"{name} must be {rule}, got {value}")
+    if any("\ud800" <= c <= "\udfff" for c in args.prompt):  # how Python passes on bytes that are not UTF-8
+        raise UserError("--prompt must be UTF-8 text")
     checkpoint = find_checkpoint(args.checkpoint)
     try:
         from openkda.integrations.torchtitan import require_torchtitan

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from openkda import __version__
-from openkda.cli import convert, doctor, generate, parity, train
-from openkda.cli.errors import INTERRUPTED, USER_ERROR, UserError
+from openkda.cli import convert, doctor, generate, output, parity, train
+from openkda.cli.errors import INTERRUPTED, READER_LEFT, USER_ERROR, UserError
 
 COMMANDS = {"train": train, "generate": generate, "convert": convert, "parity": parity, "doctor": doctor}
 
@@ -49,7 +49,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 2 a wrong request (one line on stderr), 130 interrupted."""
+    """Run one command and return its exit code: 0 done, 2 a wrong request (one line on stderr), 130 interrupted, 141
+    when the reader of its output has gone.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     prefix = " ".join(["openkda", *(argv[:1] if argv[:1] and argv[0] in COMMANDS else [])])
     try:
@@ -60,13 +62,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if extra and args.command != "train":
             raise UserError(f"unknown option {extra[0]}; see {prefix} --help")
         args.extra = extra  # train passes these on to torchtitan
-        return COMMANDS[args.command].run(args)
+        code = COMMANDS[args.command].run(args)
+        sys.stdout.flush()
+        return code
     except UserError as error:
         print(f"{prefix}: {error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print(f"{prefix}: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:
+        output.discard()
+        return READER_LEFT
     except SystemExit as done:  # argparse after --help or --version
         return done.code if isinstance(done.code, int) else 0
 

@@ -6,6 +6,8 @@ import sys
 import time
 from typing import Any
 
+from openkda.cli import output
+
 PLAIN_INTERVAL_S = 10.0
 
 
@@ -51,8 +53,11 @@ class Progress:
             return
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
+            return
+        try:
             print(text, flush=True)
+        except BrokenPipeError:  # whoever was reading has seen enough; the training goes on, and the log is a file
+            output.discard()
 
     def stop(self) -> None:
         """Close the live line; without one, print the last state if it was held back."""

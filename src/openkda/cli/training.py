@@ -6,17 +6,19 @@ import contextlib
 import dataclasses
 import logging
 import math
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.metrics import BaseLogger, LoggerContainer, _get_metrics_rank
 from torchtitan.observability import structured_logger
 from torchtitan.trainer import Trainer
 
 from openkda.cli import bigram
-from openkda.cli.configuration import load_config, one_line
+from openkda.cli.configuration import checkpoint_fault, load_config, one_line
 from openkda.cli.errors import INTERRUPTED, UserError
 from openkda.cli.process import environment, log_file, signals, tidy
 from openkda.cli.progress import Progress
@@ -35,7 +37,7 @@ def train(request: Request) -> int:
             at = f"step {request.resume_step} of {config.training.steps}"
             raise UserError(f"{request.output} is already at {at}; ask for more with --steps")
         text = _describe_text(config)
-        request.output.mkdir(parents=True, exist_ok=True)
+        _make_folder(request.output)
         with environment(), log_file(request.output, verbose=request.verbose) as log, tidy():
             structured_logger.init_structured_logger(
                 source="training", output_dir=config.dump_folder, enable=config.debug.enable_structured_logging
@@ -47,10 +49,23 @@ def train(request: Request) -> int:
                 trainer.close()
     except DataError as error:
         raise UserError(str(error)) from error
+    except CheckpointException as error:  # no Exception, but a BaseException
+        raise UserError(
+            f"a checkpoint in {request.output} cannot be read or written: {checkpoint_fault(error)}"
+        ) from error
     except RuntimeError as error:
         if "Loss is not finite" not in str(error):
             raise
         raise UserError(f"{one_line(error)} Try a smaller learning rate.") from error
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the output folder, and see that files can be made in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(f"--output {folder}: cannot be written to: {error.strerror}") from error
 
 
 def _build(config: Trainer.Config, log: Path) -> Any:

@@ -141,10 +141,14 @@ def _json_lines(path: Path, name: str, text: str) -> Iterator[Document]:
             record = json.loads(line)
         except json.JSONDecodeError as error:
             raise DataError(f"{path}: line {number} is not JSON: {error.msg} (column {error.colno})") from error
+        except (ValueError, RecursionError) as error:  # thousands of digits, thousands of brackets
+            raise DataError(f"{path}: line {number} cannot be read: {error}") from error
         if not isinstance(record, dict) or not isinstance(record.get("text"), str):
             raise DataError(
                 f'{path}: line {number} has no "text" string; each line must be an object like {{"text": "..."}}'
             )
+        if any("\ud800" <= c <= "\udfff" for c in set(record["text"])):
+            raise DataError(f'{path}: line {number} has half a surrogate pair in "text", which no UTF-8 text can hold')
         if record["text"].strip():
             yield Document(f"{name}:{number}", record["text"])
 
