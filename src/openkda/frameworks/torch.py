@@ -425,7 +425,6 @@ class _Direct(torch.autograd.Function):
         if not hasattr(ctx.spec, "backward"):
             raise RuntimeError(ctx.spec.NO_DERIVATIVE)
         needs = ctx.needs_input_grad[1:]
-        _once_only(ctx.spec.NAME)
         return (None, *ctx.spec.backward(_SELF, ctx.saved_tensors, ctx.others, needs, *grads))
 
 
@@ -441,7 +440,6 @@ def _register(spec: Any) -> bool:
         ctx.set_materialize_grads(False)
 
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
-        _once_only(spec.NAME)
         return spec.backward(_SELF, ctx.saved_tensors, ctx.others, ctx.needs_input_grad, *grads)
 
     def refuse(*_: Any) -> None:

@@ -77,7 +77,7 @@ def chunk_kda(
     Returns: (o `[B, T, HV, V]` in v's dtype, final states shaped like initial_state, or None).
     Raises: TypeError for a wrong kind or dtype; ValueError for a shape or value outside the above; BackendUnavailable
         when the named backend cannot run here, with the reason. Only backend="reference" has second derivatives:
-        elsewhere create_graph=True raises RuntimeError in the backward.
+        elsewhere asking for one raises RuntimeError.
     Numerics: state, sums, inverse and v - S^T k in fp32 (fp64 with fp64 inputs); exact for any finite g <= 0.
     Source: Kimi Linear, arXiv 2510.26692; docs/maths.md derives the chunked form.
     """

@@ -122,7 +122,7 @@ class ChunkKDABackward:
     NAME = "chunk_kda_bwd"
     NO_DERIVATIVE = (
         "chunk_kda: a second derivative must not be asked for, got a backward through the backward of "
-        'backend="triton"; use backend="eager", whose backward is differentiable'
+        'backend="triton"; only backend="reference" has one'
     )
     SCHEMA = (
         f"(Tensor? do, Tensor? dfinal, {_TENSORS}, {_KEPT}, {_OPTIONS}, bool[] wanted) -> (Tensor dq, Tensor dk, "
