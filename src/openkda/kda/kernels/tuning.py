@@ -46,7 +46,7 @@ TABLES: dict[str, dict[int, list[Row]]] = {
     # The same stages in Gluon (scan_hopper.py); two programs a head run beside each other up to 66 heads.
     "scan_fwd_hopper": {90: [(ANY, {"BV": 64, "RING": 3})]},
     "reverse_scan_bwd_hopper": {90: [(40, {"BV": 64, "RING": 3}), (ANY, {"BV": 64, "RING": 2})]},
-    # One chunk a program, four warps, one a 16-row block; BK channels at a time, more would spill (on sm_89 from 32 on).
+    # One chunk a program, four warps, one a 16-row block; BK channels at a time: more would spill.
     "prepare_fwd": {
         family: [(ANY, {"BK": 16 if family == 89 else 32, "BV": 128, "num_warps": 4, "num_stages": 1})]
         for family in FAMILIES
