@@ -62,7 +62,7 @@ def _tiny(flavor: str) -> Trainer.Config:
         training=TrainingConfig(
             local_batch_size=4,
             seq_len=256,
-            steps=800,
+            steps=600,
             mixed_precision_param="float32",
             disable_cuda_graphs=True,
         ),
