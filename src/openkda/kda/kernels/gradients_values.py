@@ -1,0 +1,138 @@
+"""The values half of the gradient stage (gradients.py): products of what tokens wrote and states, chunk by chunk.
+
+Names as there:
+
+    X = A^T dVn     dv = b * X     dAqk = tril(dO Vn^T)     dL = -stril(X Vn^T)
+    dQg = dO S^T    dXs = -X S^T   dKg = Vn dS'^T           end = sum_e S dS'
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from openkda.kda.kernels.common import NORM_EPS, locate_chunk, sigmoid
+from openkda.kda.kernels.gradients_keys import _pack64
+
+
+@triton.jit(do_not_specialize=["T"])
+def _values_bwd_kernel(
+    q, k, v, beta, do, a, aqk, qg, v_new, dv_new, states, dstates,
+    x, dqg, dxs, dkg, ends, w_q, w_k, pairs, row_norms, row_beta, dv, dbeta, chunks,
+    T, scale, beta_scale,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, b_b, b_t, b_h, do_b, do_t, do_h, dv_b, db_b,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    L2NORM: tl.constexpr, BETA_SIGMOID: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    C: tl.constexpr = 64
+    WS: tl.constexpr = x.dtype.element_ty
+    i_c = (tl.program_id(0) // HV).to(tl.int64)
+    i_h = tl.program_id(0) % HV
+    i_hk = i_h // (HV // H)
+    i_ch = i_c * HV + i_h
+    o_v, rows = locate_chunk(chunks, i_c, T, v_b, v_t, C, PACKED)
+    if rows > 0:
+        i_r = tl.arange(0, C)
+        m_r = i_r < rows
+        o_b, _ = locate_chunk(chunks, i_c, T, b_b, b_t, C, PACKED)
+        o_do, _ = locate_chunk(chunks, i_c, T, do_b, do_t, C, PACKED)
+        o_dv, _ = locate_chunk(chunks, i_c, T, dv_b, HV * V, C, PACKED)
+        b = tl.load(beta + o_b + i_h * b_h + i_r * b_t, mask=m_r, other=0.0).to(tl.float32)
+        if BETA_SIGMOID:
+            b = beta_scale * sigmoid(b)
+        b = tl.where(m_r, b, 0.0)
+        tl.store(row_beta + i_ch * C + i_r, b)
+        p_v = v + o_v + i_h * v_h + i_r[:, None] * v_t
+        p_do = do + o_do + i_h * do_h + i_r[:, None] * do_t
+        p_dv = dv + o_dv + i_h * V + i_r[:, None] * (HV * V)
+        i, j = i_r[:, None], i_r[None, :]
+        square = i_ch * (C * C) + i * C + j
+        value = i_ch * (C * V) + i * V
+        b_at = tl.trans(tl.load(a + square))
+
+        # X = A^T dVn, dv, dAqk, dL
+        dw_q = tl.zeros([C, C], tl.float32)
+        dw_k = tl.zeros([C, C], tl.float32)
+        x_v = tl.zeros([C], tl.float32)
+        x_vn = tl.zeros([C], tl.float32)
+        for i_v in range(0, V, BV):
+            o_v_ = i_v + tl.arange(0, BV)[None, :]
+            m_v = o_v_ < V
+            m = m_r[:, None] & m_v
+            b_dvn = tl.load(dv_new + value + o_v_, mask=m_v, other=0.0)
+            b_vn = tl.load(v_new + value + o_v_, mask=m_v, other=0.0)
+            b_do = tl.load(p_do + o_v_, mask=m, other=0.0).to(WS)
+            b_v = tl.load(p_v + o_v_, mask=m, other=0.0)
+            b_x = tl.dot(b_at, b_dvn, input_precision=PRECISION)
+            x_v += tl.sum(b_x * b_v.to(tl.float32), 1)
+            x_vn += tl.sum(b_x * b_vn.to(tl.float32), 1)
+            b_xw = b_x.to(WS)
+            dw_q = tl.dot(b_do, tl.trans(b_vn), dw_q, input_precision=PRECISION)
+            dw_k = tl.dot(b_xw, tl.trans(b_vn), dw_k, input_precision=PRECISION)
+            tl.store(x + value + o_v_, b_xw, mask=m_v)
+            tl.store(p_dv + o_v_, (b_x * b[:, None]).to(dv.dtype.element_ty), mask=m)
+
+        # pairs: inside 8 rows in fp32, the others as operands
+        below = (i // 8) > (j // 8)
+        tl.store(w_q + square, tl.where(below, dw_q, 0.0).to(WS))
+        tl.store(w_k + square, tl.where(below, -dw_k, 0.0).to(WS))
+        tl.store(pairs + i_ch * (C * 8) + i * 8 + (j % 8), _pack64(dw_q, -dw_k), mask=(i // 8 == j // 8) & (j <= i))
+        q_dq = tl.zeros([C], tl.float32)
+        if L2NORM:
+            q_dq += tl.sum(tl.load(aqk + square).to(tl.float32) * tl.where(i >= j, dw_q, 0.0), 1)
+
+        # against the states
+        tl.debug_barrier()
+        for i_k in range(0, K, BK):
+            o_k = i_k + tl.arange(0, BK)
+            m_k = o_k < K
+            s_q = tl.zeros([C, BK], tl.float32)
+            s_k = tl.zeros([C, BK], tl.float32)
+            s_c = tl.zeros([C, BK], tl.float32)
+            end = tl.zeros([BK], tl.float32)
+            for i_v in range(0, V, BV):
+                o_v_ = i_v + tl.arange(0, BV)[None, :]
+                m_v = o_v_ < V
+                at = i_ch * (K * V) + o_k[:, None] * V + o_v_
+                b_s = tl.load(states + at, mask=m_k[:, None] & m_v, other=0.0)
+                b_ds = tl.load(dstates + at, mask=m_k[:, None] & m_v, other=0.0)
+                b_do = tl.load(p_do + o_v_, mask=m_r[:, None] & m_v, other=0.0).to(WS)
+                b_x = tl.load(x + value + o_v_, mask=m_v, other=0.0)
+                b_vn = tl.load(v_new + value + o_v_, mask=m_v, other=0.0)
+                end += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 1)
+                s_q = tl.dot(b_do, tl.trans(b_s), s_q, input_precision=PRECISION)
+                s_k = tl.dot(b_x, tl.trans(b_s), s_k, input_precision=PRECISION)
+                s_c = tl.dot(b_vn, tl.trans(b_ds), s_c, input_precision=PRECISION)
+            key = i_ch * (C * K) + i * K + o_k[None, :]
+            if L2NORM:
+                q_dq += tl.sum(tl.load(qg + key, mask=m_k[None, :], other=0.0).to(tl.float32) * s_q, 1)
+            tl.store(dqg + key, s_q.to(WS), mask=m_k[None, :])
+            tl.store(dxs + key, (-s_k).to(WS), mask=m_k[None, :])
+            tl.store(dkg + key, s_c.to(WS), mask=m_k[None, :])
+            tl.store(ends + i_ch * K + o_k, end, mask=m_k)
+
+        if BETA_SIGMOID:  # dbeta_i = X_i . Vn_i / b_i, and the sigmoid's derivative cancels the division
+            o_db, _ = locate_chunk(chunks, i_c, T, db_b, HV, C, PACKED)
+            db = x_vn * (1.0 - b / beta_scale)
+            tl.store(dbeta + o_db + i_r * HV + i_h, db.to(dbeta.dtype.element_ty), mask=m_r)
+        else:
+            tl.store(dbeta + i_ch * C + i_r, x_v)  # `_beta_bwd_kernel` adds k_i . D_i
+        if L2NORM:
+            o_q, _ = locate_chunk(chunks, i_c, T, q_b, q_t, C, PACKED)
+            o_k_, _ = locate_chunk(chunks, i_c, T, k_b, k_t, C, PACKED)
+            p_q = q + o_q + i_hk * q_h + i_r[:, None] * q_t
+            p_k = k + o_k_ + i_hk * k_h + i_r[:, None] * k_t
+            qq = tl.zeros([C], tl.float32)
+            kk = tl.zeros([C], tl.float32)
+            for i_k in range(0, K, BK):
+                o_k = i_k + tl.arange(0, BK)[None, :]
+                m = m_r[:, None] & (o_k < K)
+                b_q = tl.load(p_q + o_k, mask=m, other=0.0).to(tl.float32)
+                b_k = tl.load(p_k + o_k, mask=m, other=0.0).to(tl.float32)
+                qq += tl.sum(b_q * b_q, 1)
+                kk += tl.sum(b_k * b_k, 1)
+            rq = tl.rsqrt(qq + NORM_EPS)
+            rk = tl.rsqrt(kk + NORM_EPS)
+            p_norm = row_norms + i_ch * (2 * C) + i_r
+            tl.store(p_norm, _pack64(rq * scale, rq * q_dq / scale))
+            tl.store(p_norm + C, _pack64(rk, rk * (2.0 * x_vn - b * x_v)))
