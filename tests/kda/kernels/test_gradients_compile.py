@@ -18,7 +18,7 @@ STRIDES = {"Q_T": HV * K, "K_T": HV * K, "G_T": HV * K}
 def compiled(kernel, arch, gate="softplus"):
     """One kernel as its launcher has it compiled: packed, bf16, K = V = 128, contiguous inputs."""
     tile = tuning.lookup("gradients_bwd", arch, work=1)
-    constants = {**FLAGS, **STRIDES, **{n: tile[n] for n in ("BK", "BV", "KC")}, "GATE": gate}
+    constants = {**FLAGS, **STRIDES, **{n: tile[n] for n in ("BK", "BV", "KC")}, "GATE": gate, "PAIRS": True}
     names = kernel.arg_names
     constants = {n: c for n, c in constants.items() if n in names}
     strides = tuple(n for n in names if n[-2:] in ("_b", "_t", "_h"))

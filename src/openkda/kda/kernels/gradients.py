@@ -117,7 +117,8 @@ def gradients_bwd(
         _values_bwd_kernel[(NC * HV,)](
             q, k, v, beta, do, a, aqk, qg, v_new, dv_new, states, dstates, x, *work.values(), dv, x_v, layout.chunks,
             layout.T, float(act.scale), float(act.beta_scale), *(int(s) for i in inputs for s in fw.strides(i)[:3]),
-            int(fw.strides(dv)[0]), int(fw.strides(dbeta)[0]), V=V, **flags, **t, num_warps=4, num_stages=stages,
+            int(fw.strides(dv)[0]), int(fw.strides(dbeta)[0]), V=V, PAIRS=True, **flags, **t, num_warps=4,
+            num_stages=stages,
         )  # fmt: skip
         (q_b, q_t, q_h), (k_b, k_t, k_h), (g_b, g_t, g_h) = (fw.strides(i)[:3] for i in (q, k, g))
         _keys_bwd_kernel[(grid,)](

@@ -23,6 +23,7 @@ def _values_bwd_kernel(
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, b_b, b_t, b_h, do_b, do_t, do_h, dv_b, db_b,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     L2NORM: tl.constexpr, BETA_SIGMOID: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = 64
     WS: tl.constexpr = x.dtype.element_ty
@@ -72,11 +73,14 @@ def _values_bwd_kernel(
             tl.store(x + value + o_v_, b_xw, mask=m_v)
             tl.store(p_dv + o_v_, (b_x * b[:, None]).to(dv.dtype.element_ty), mask=m)
 
-        # pairs: inside 8 rows in fp32, the others as operands
-        below = (i // 8) > (j // 8)
-        tl.store(w_q + square, tl.where(below, dw_q, 0.0).to(WS))
-        tl.store(w_k + square, tl.where(below, -dw_k, 0.0).to(WS))
-        tl.store(pairs + i_ch * (C * 8) + i * 8 + (j % 8), _pack64(dw_q, -dw_k), mask=(i // 8 == j // 8) & (j <= i))
+        if PAIRS:  # inside 8 rows in fp32, the others as operands
+            below = (i // 8) > (j // 8)
+            tl.store(w_q + square, tl.where(below, dw_q, 0.0).to(WS))
+            tl.store(w_k + square, tl.where(below, -dw_k, 0.0).to(WS))
+            tl.store(pairs + i_ch * (C * 8) + i * 8 + (j % 8), _pack64(dw_q, -dw_k), mask=(i // 8 == j // 8) & (j <= i))
+        else:
+            tl.store(w_q + square, tl.where(j <= i, dw_q, 0.0).to(WS))
+            tl.store(w_k + square, tl.where(j < i, -dw_k, 0.0).to(WS))
         q_dq = tl.zeros([C], tl.float32)
         if L2NORM:
             q_dq += tl.sum(tl.load(aqk + square).to(tl.float32) * tl.where(i >= j, dw_q, 0.0), 1)
