@@ -36,19 +36,28 @@ def off() -> Iterator[None]:
     integration.disable()
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Where models and tokens lie, and the tensors that a test makes."""
+    with torch.device(request.param) as here:
+        yield here
+
+
 @pytest.fixture
-def kimi_linear() -> nn.Module:
+def kimi_linear(device: torch.device) -> nn.Module:
     """Dense KDA, sparse KDA, sparse full attention; fp32, in training mode."""
     from transformers import KimiLinearConfig, KimiLinearForCausalLM
 
     attention = {**SIZES["linear_attn_config"], "kda_layers": [1, 2], "full_attn_layers": [3]}
     extra = {"num_hidden_layers": 3, "num_local_experts": 4, "qk_rope_head_dim": 8, "linear_attn_config": attention}
     torch.manual_seed(0)
-    return _livelier(KimiLinearForCausalLM(KimiLinearConfig(**{**SIZES, **extra})).float().train())
+    with torch.device("cpu"):  # the same weights everywhere
+        model = KimiLinearForCausalLM(KimiLinearConfig(**{**SIZES, **extra})).float().train()
+    return _livelier(model).to(device)
 
 
 @pytest.fixture
-def glm5_next() -> Callable[..., nn.Module]:
+def glm5_next(device: torch.device) -> Callable[..., nn.Module]:
     """A text model of two linear layers, or of the kinds that are asked for."""
     from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
     from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextModel
@@ -68,7 +77,9 @@ def glm5_next() -> Callable[..., nn.Module]:
             "use_cache": False,  # transformers' cache asks a layer with full attention for its length
         }
         torch.manual_seed(0)
-        return _livelier(Glm5NextTextModel(Glm5NextTextConfig(**{**SIZES, **extra})).float().train())
+        with torch.device("cpu"):
+            model = Glm5NextTextModel(Glm5NextTextConfig(**{**SIZES, **extra})).float().train()
+        return _livelier(model).to(device)
 
     return build
 
@@ -80,13 +91,13 @@ def _livelier(model: nn.Module) -> nn.Module:
             if p.ndim == 2:
                 p.mul_(10)
             if name.endswith("dt_bias"):
-                p.add_(torch.linspace(-1, 5, p.numel()))  # decays from weak to strong
+                p.add_(torch.linspace(-1, 5, p.numel(), device=p.device))  # decays from weak to strong
     return model
 
 
 @pytest.fixture
-def tokens() -> Tensor:
-    return torch.randint(0, 58, (2, 150), generator=torch.Generator().manual_seed(1))
+def tokens(device: torch.device) -> Tensor:
+    return torch.randint(0, 58, (2, 150), generator=torch.Generator("cpu").manual_seed(1), device="cpu").to(device)
 
 
 @pytest.fixture
