@@ -53,6 +53,24 @@ OPTIONS = {
         "--max-grad-error X",
         "--max-packed-error X",
     ],
+    "bench": [
+        "what",
+        "--peers LIST",
+        "--shape BxTxH",
+        "--gate",
+        "--gates-drawn",
+        "--head-dim K",
+        "--hidden D",
+        "--dtype",
+        "--backend",
+        "--device",
+        "--repeats N",
+        "--timeout SECONDS",
+        "--kernels",
+        "--plot FILE",
+        "--json FILE",
+        "--markdown FILE",
+    ],
     "doctor": [],
 }
 
@@ -65,7 +83,7 @@ def subparsers() -> dict[str, argparse.ArgumentParser]:
 def test_options_are_pinned() -> None:
     def shown(action: argparse.Action) -> str:
         values = [action.metavar] if isinstance(action.metavar, str) else list(action.metavar or ())
-        return " ".join([action.option_strings[-1], *values])
+        return " ".join([*(action.option_strings[-1:] or [action.dest]), *values])
 
     found = {
         name: [shown(action) for action in parser._actions if action.dest != "help"]
@@ -82,12 +100,13 @@ def test_every_option_is_explained() -> None:
 def test_help_imports_no_tensor_library_and_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
     code = (
         "import sys\nfrom openkda.cli.main import main\n"
-        "codes = [main(a) for a in (['--help'], ['train', '--help'], ['parity', '--help'], ['--version'], [])]\n"
+        "helps = [[command, '--help'] for command in ('train', 'parity', 'bench')]\n"
+        "codes = [main(a) for a in (['--help'], *helps, ['--version'], [])]\n"
         "heavy = {'torch', 'paddle', 'triton', 'numpy', 'torchtitan', 'transformers', 'rich'} & set(sys.modules)\n"
         "print('RESULT', codes, sorted(heavy))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "RESULT [0, 0, 0, 0, 0] []"
+    assert done.stdout.splitlines()[-1] == "RESULT [0, 0, 0, 0, 0, 0] []"
     assert "openkda train --config kimi_linear_tiny" in done.stdout
     assert done.stderr == ""
 

@@ -16,12 +16,12 @@ SOURCE = Path(__file__).parents[2] / "src"
 ROWS = (
     ("openkda.errors",),
     ("openkda.frameworks",),
-    ("openkda.checks", "openkda.packing", "openkda.backends"),
+    ("openkda.checks", "openkda.packing", "openkda.backends", "openkda.parallel"),
     ("openkda.kda.kernels",),
     ("openkda.kda", "openkda.conv", "openkda.norm"),
     ("openkda.nn", "openkda.paddle", "openkda.testing"),
     ("openkda.integrations",),
-    ("openkda.parity",),
+    ("openkda.parity", "openkda.bench"),
     ("openkda.cli",),
 )
 #: Versions of the same maths: none may lean on another, or testing one against the other would prove less.

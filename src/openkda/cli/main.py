@@ -12,10 +12,17 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from openkda import __version__
-from openkda.cli import convert, doctor, generate, output, parity, train
+from openkda.cli import bench, convert, doctor, generate, output, parity, train
 from openkda.cli.errors import INTERRUPTED, READER_LEFT, USER_ERROR, UserError
 
-COMMANDS = {"train": train, "generate": generate, "convert": convert, "parity": parity, "doctor": doctor}
+COMMANDS = {
+    "train": train,
+    "generate": generate,
+    "convert": convert,
+    "parity": parity,
+    "bench": bench,
+    "doctor": doctor,
+}
 
 
 class _Parser(argparse.ArgumentParser):
