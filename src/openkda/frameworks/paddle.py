@@ -261,6 +261,10 @@ def log1p(x: Tensor) -> Tensor:
     return paddle.log1p(x)
 
 
+def expm1(x: Tensor) -> Tensor:
+    return paddle.expm1(x)
+
+
 def abs(x: Tensor) -> Tensor:
     return paddle.abs(x)
 
@@ -462,3 +466,5 @@ class _Operator:
         if not hasattr(self.spec, "backward"):
             raise RuntimeError(self.spec.NO_DERIVATIVE)
         return self.spec.backward(fw, ctx.saved_tensors, ctx.others, ctx.needs_input_grad, *grads)
+    if not hasattr(spec, "backward") and not hasattr(spec, "NO_DERIVATIVE"):
+        return functools.partial(spec.forward, _SELF)

@@ -217,6 +217,10 @@ def log1p(x: Tensor) -> Tensor:
     return x.log1p()
 
 
+def expm1(x: Tensor) -> Tensor:
+    return x.expm1()
+
+
 def abs(x: Tensor) -> Tensor:
     return x.abs()
 
@@ -399,7 +403,8 @@ def operator(spec: Any) -> Callable[..., tuple]:
 
     spec has NAME, SCHEMA (in the language of torch.library) and forward(fw, *args) -> results; fake(fw, *args) makes
     empty results of the right sizes. With a derivative it also has keep(args, results) -> (tensors, others), which
-    says what backward(fw, tensors, others, needs_input_grad, *grads) gets; without, NO_DERIVATIVE says why not.
+    says what backward(fw, tensors, others, needs_input_grad, *grads) gets; without, NO_DERIVATIVE says why not. One
+    that has neither is for inference: it may write to arguments that SCHEMA marks, and autograd never sees it.
 
     Whoever traces, or watches operators by a dispatch mode, gets the operator of torch.library. Nobody else pays for
     its way through the dispatcher (0.1 ms a call): they get the same two functions as an autograd.Function.
@@ -435,9 +440,15 @@ def _register(spec: Any) -> bool:
     name = f"openkda::{spec.NAME}"
 
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    if not _has_autograd(spec):
+        return functools.partial(spec.forward, _SELF)
         tensors, ctx.others = spec.keep(inputs, output)
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
+def _has_autograd(spec: Any) -> bool:
+    return hasattr(spec, "backward") or hasattr(spec, "NO_DERIVATIVE")
+
+
 
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         return spec.backward(_SELF, ctx.saved_tensors, ctx.others, ctx.needs_input_grad, *grads)
@@ -450,7 +461,7 @@ def _register(spec: Any) -> bool:
     torch.library.register_fake(name, functools.partial(spec.fake, _SELF))
     if hasattr(spec, "backward"):
         torch.library.register_autograd(name, backward, setup_context=setup_context)
-    else:
+    elif _has_autograd(spec):
         torch.library.register_autograd(name, refuse)
     return True
 

@@ -6,11 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 from openkda import backends, checks, frameworks, packing
-from openkda.kda import reference
+from openkda.kda import eager_recurrent, reference
 from openkda.kda.contract import Sizes, check_inputs, check_options, check_state
 
-# The token loop is the definition itself: there is no second, slower one.
-AVAILABLE = {"recurrent_kda": {"eager": reference.chunk_kda, "reference": reference.chunk_kda}}
+
+def _fused(*tensors: Any, **options: Any) -> tuple[Any, Any | None]:
+    from openkda.kda import fused_recurrent  # needs triton, which not everybody has
+
+    return fused_recurrent.recurrent_kda(*tensors, **options)
+
+
+# Best first.
+AVAILABLE = {
+    "recurrent_kda": {"triton": _fused, "eager": eager_recurrent.recurrent_kda, "reference": reference.chunk_kda}
+}
 
 
 def recurrent_kda(
@@ -78,14 +87,18 @@ def recurrent_kda(
                 "requires_grad=True",
                 "this operator is inference only; train with chunk_kda",
             )
-    token_by_token = AVAILABLE[op][backends.choose(op, backend, AVAILABLE[op], q)]
+    chosen = backends.choose(op, backend, AVAILABLE[op], q)
+    token_by_token = AVAILABLE[op][chosen]
     call = {"scale": scale, "cu_seqlens": cu_seqlens, **gate, **options}
     with fw.no_grad():
-        if state_indices is None:
-            if initial_state is not None:
-                check_state(op, "initial_state", initial_state, q, sizes, v_first=state_v_first)
+        if state_indices is not None:
+            _check_pool(op, initial_state, state_indices, q, sizes, v_first=state_v_first)
+        elif initial_state is not None:
+            check_state(op, "initial_state", initial_state, q, sizes, v_first=state_v_first)
+        if chosen == "triton":
+            call["state_indices"] = state_indices
+        if chosen == "triton" or state_indices is None:
             return token_by_token(q, k, v, g, beta, initial_state=initial_state, **call)
-        _check_pool(op, initial_state, state_indices, q, sizes, v_first=state_v_first)
         return _with_pool(token_by_token, (q, k, v, g, beta), initial_state, state_indices, call), None
 
 

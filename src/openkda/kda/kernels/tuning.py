@@ -68,6 +68,9 @@ TABLES: dict[str, dict[int, list[Row]]] = {
         100: [(ANY, _gradients(64, 592))],
     },
     "reverse_scan_bwd": {
+    # One token a program: bytes in flight are all that counts. The same at any size: a step has the same bits in any
+    # batch.
+    "recurrent_fwd": {family: [(ANY, {"BV": 32, "num_warps": 4})] for family in FAMILIES},
         80: [(ANY, _row(32, 4, 2))],
         89: [(ANY, _row(32, 4, 1))],
         90: [(33, _row(32, 4, 3)), (66, _row(64, 4, 2, TMA=True)), (ANY, _row(128, 8, 2, TMA=True))],
