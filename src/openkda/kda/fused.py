@@ -5,7 +5,7 @@
     backward     tables -> recompute (no levels, no inverse) -> re-scan (groups of 4 chunks) -> reverse scan (serial)
                  -> gradients (chunks x heads)
 
-With save_intermediates the prepare stage's other results (1032 bytes a token and head more) are kept instead of being
+With save_intermediates the prepare stage's other results (1040 bytes a token and head more) are kept instead of being
 recomputed. A workspace is dropped at the last stage that reads it. A long dense input passes
 through the stages in segments (`segments.py`), so that workspaces exist for one segment at a time.
 
@@ -29,7 +29,7 @@ from openkda.kda.segments import Segment, num_starts, overlaps, split
 
 INPUTS = ("q", "k", "v", "g", "beta")
 KEPT = ("a", "aqk", "checkpoints", "starts")  # starts: S before every segment but the first, fp32
-MORE = ("w", "u", "kg", "qg", "decay")  # kept with save_intermediates
+MORE = ("w", "u", "kg", "qg", "decay", "norms")  # kept with save_intermediates
 
 
 class Options(NamedTuple):
@@ -159,7 +159,8 @@ def _result_sizes(
         ((NC // GROUP, HV, K, V), ws),
         (_starts_size(fw, tensors, x), "float32"),
     ]
-    more = [((NC, HV, CHUNK, width), ws) for width in (K, V, K, K)] + [((NC, HV, K), "float32")]
+    more = [((NC, HV, CHUNK, width), ws) for width in (K, V, K, K)]
+    more += [((NC, HV, K), "float32"), ((NC if x.l2norm else 0, HV, 2, CHUNK), "float32")]
     sizes = [((B, T, HV, V), fw.dtype_name(tensors[2])), ((N, HV, *state) if final else (0,), "float32")]
     sizes += [(size if keep else (0,), dtype) for size, dtype in kept]
     return sizes + [(size if keep_all else (0,), dtype) for size, dtype in more]
@@ -174,13 +175,10 @@ def _starts_size(fw: ModuleType, tensors: tuple, x: Options) -> tuple:
 def _workspaces(fw: ModuleType, inputs: dict, layout: Layout, names: Iterable[str]) -> dict[str, Any]:
     """Unwritten workspaces [NC, HV, ..]; `kernels/scan.py` says what each one holds."""
     K, (HV, V), C = fw.shape(inputs["q"])[3], fw.shape(inputs["v"])[2:], CHUNK
-    sizes = {"a": (C, C), "aqk": (C, C), "states": (K, V), "dstates": (K, V), "decay": (K,)}
+    sizes = {"a": (C, C), "aqk": (C, C), "states": (K, V), "dstates": (K, V), "decay": (K,), "norms": (2, C)}
     sizes |= dict.fromkeys(("w", "kg", "qg"), (C, K)) | dict.fromkeys(("u", "v_new", "dv_new"), (C, V))
-    ws = workspace_dtype(fw, inputs["q"])
-    return {
-        n: fw.empty((layout.num_chunks, HV, *sizes[n]), like=inputs["v"], dtype="float32" if n == "decay" else ws)
-        for n in names
-    }
+    ws, dtypes = workspace_dtype(fw, inputs["q"]), dict.fromkeys(("decay", "norms"), "float32")
+    return {n: fw.empty((layout.num_chunks, HV, *sizes[n]), like=inputs["v"], dtype=dtypes.get(n, ws)) for n in names}
 
 
 def _gradients_like(fw: ModuleType, tensors: tuple, wanted: list[bool]) -> tuple:
@@ -237,7 +235,7 @@ def _forward(fw: ModuleType, tensors: tuple, x: Options, final: bool, keep: bool
         layout = make_layout(part["q"], tensors[8])
         p = {n: kept[n][s.chunks(layout)] for n in names} | _workspaces(fw, part, layout, others)
         prepare.prepare_fwd(**part, **p, act=act, layout=layout)
-        del p["a"]
+        del p["a"], p["norms"]
         launch = functools.partial(
             scan.scan_fwd, **p, o=o[s.batch, s.tokens], layout=layout,
             initial_state=s.state_before(initial_state, starts),
@@ -328,4 +326,4 @@ def _backward_scans(
     event = side.launch(functools.partial(scan.reverse_scan_bwd, **reverse, aqk=kept["aqk"], do=do, **common))
     forward = {n: p[n] for n in ("w", "u", "kg", "decay")} | {n: work[n] for n in ("states", "v_new")}
     scan.rescan_fwd(**forward, checkpoints=kept["checkpoints"], initial_state=states["initial_state"], **common)
-    return event, p, {**work, "qg": p["qg"], "a": kept["a"], "aqk": kept["aqk"]}
+    return event, p, {**work, "qg": p["qg"], "norms": p["norms"], "a": kept["a"], "aqk": kept["aqk"]}

@@ -38,7 +38,7 @@ def rows_of(x):
 
 
 def workspaces(x, act):
-    """a, aqk, qg, states, v_new, dstates, dv_new [NC, HV, ..] in fp64: maths.md sections 2 and 3, chunk by chunk."""
+    """a, aqk, qg, norms, states, v_new, dstates, dv_new [NC, HV, ..] in fp64: maths.md sections 2 and 3."""
     rows, ranges, _ = rows_of(x)
     HV = x.v.shape[2]
     valid = (rows < x.q.shape[0] * x.q.shape[1])[:, None, :, None]
@@ -48,8 +48,9 @@ def workspaces(x, act):
         return torch.where(valid, t.repeat_interleave(HV // t.shape[2], 2).transpose(1, 2), 0.0)
 
     q, k, v, g, b, do = (chunked(t) for t in (x.q, x.k, x.v, x.g, x.beta[..., None], x.grad_o))
+    norms = [(t.square().sum(-1) + 1e-6).rsqrt() for t in (q, k)]
     if act.l2norm:
-        q, k = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
+        q, k = (t * norm[..., None] for t, norm in zip((q, k), norms, strict=True))
     if act.gate != "none":
         raw = g.transpose(1, 2)  # [NC, C, HV, K], heads as gates want them
         g = gate.activate(raw, act.A_log.double(), act.dt_bias.double(), act.lower_bound, "float64").transpose(1, 2)
@@ -61,6 +62,7 @@ def workspaces(x, act):
     a = torch.linalg.inv(torch.eye(C) + b * akk)
     kd, kg, qg = k * d_in, k * d_out, q * d_in
     out = SimpleNamespace(a=a, aqk=aqk, qg=qg, v_new=torch.zeros_like(v), dv_new=torch.zeros_like(v))
+    out.norms = torch.stack(norms, 2)
     out.states = v.new_zeros(*d_all.shape, v.shape[-1])
     out.dstates = torch.zeros_like(out.states)
     swap = (lambda t: t.mT) if x.kwargs.get("state_v_first") else (lambda t: t)
@@ -92,7 +94,8 @@ def run(x, device, view=lambda t: t):
     work = workspaces(x, activations(x, "cpu"))
     ws = torch.float32 if x.q.dtype == torch.float32 else torch.bfloat16
     used = (rows < x.q.shape[0] * x.q.shape[1]).any(1)[:, None, None, None]  # nobody may read the room behind a slot
-    work = {n: torch.where(used, t, float("nan")).to(ws).contiguous().to(device) for n, t in work.items()}
+    work = {n: torch.where(used, t, float("nan")).contiguous().to(device) for n, t in work.items()}
+    work = {n: t.to(torch.float32 if n == "norms" else ws) for n, t in work.items()}
     tokens = {"q": x.q, "k": x.k, "v": x.v, "g": x.g, "beta": x.beta, "do": x.grad_o.to(x.v.dtype)}
     tokens = {n: view(t.to(device)) for n, t in tokens.items()}
     out = {

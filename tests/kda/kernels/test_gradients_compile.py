@@ -4,11 +4,11 @@ import pytest
 
 pytest.importorskip("triton")
 
-from openkda.kda.kernels import gradients, gradients_keys, tuning
+from openkda.kda.kernels import gradients_keys, gradients_values, tuning
 from openkda.testing.compile import SHARED_LIMIT, report
 
 HV, K, V = 32, 128, 128
-TYPES = dict.fromkeys(("ends", "row_beta", "A_log", "dt_bias", "k_dk", "dA", "dbias", "fp32"), "*fp32")
+TYPES = dict.fromkeys(("ends", "row_beta", "norms", "A_log", "dt_bias", "k_dk", "dA", "dbias", "fp32"), "*fp32")
 TYPES |= dict.fromkeys(("pairs", "row_norms"), "*i64") | dict.fromkeys(("words", "chunks"), "*i32")
 TYPES |= dict.fromkeys(("scale", "beta_scale", "lower_bound"), "fp32") | dict.fromkeys(("T", "total"), "i32")
 FLAGS = {"HV": HV, "H": HV, "K": K, "V": V, "L2NORM": True, "BETA_SIGMOID": True, "PACKED": True, "PRECISION": "tf32"}
@@ -28,7 +28,7 @@ def compiled(kernel, arch, gate="softplus"):
 
 
 def test_values_kernel_does_not_spill_on_sm_90():
-    used = compiled(gradients._values_bwd_kernel, 90)
+    used = compiled(gradients_values._values_bwd_kernel, 90)
     assert used.spill_stores == used.spill_loads == used.wgmma_notes == 0, used
     assert used.shared <= SHARED_LIMIT[90], used
 
@@ -45,7 +45,7 @@ def test_keys_kernel_spills_little_on_sm_90(gate):
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 89, 100], ids=lambda arch: f"sm_{arch}")
 @pytest.mark.parametrize(
-    "kernel", [gradients._values_bwd_kernel, gradients_keys._keys_bwd_kernel], ids=["values", "keys"]
+    "kernel", [gradients_values._values_bwd_kernel, gradients_keys._keys_bwd_kernel], ids=["values", "keys"]
 )
 def test_gradient_kernels_fit_shared_memory_elsewhere(kernel, arch):
     used = compiled(kernel, arch)

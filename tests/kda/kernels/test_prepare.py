@@ -75,7 +75,8 @@ def run(case, device, tile=None):
 
     def poisoned():
         out = {key: torch.full((NC, HV, *size), float("nan"), dtype=ws, device=device) for key, size in widths.items()}
-        return out | {"decay": torch.full((NC, HV, K), float("nan"), device=device)}
+        out |= {"decay": torch.full((NC, HV, K), float("nan"), device=device)}
+        return out | {"norms": torch.full((NC, HV, 2, C), float("nan"), device=device)}
 
     first, second = poisoned(), poisoned()
     prepare.prepare_fwd(**x, **first, act=act, layout=layout, tile=tile)
@@ -102,16 +103,17 @@ def stage(case, operand=None, store=lambda t: t):
     """The stage in fp64 by the eager functions; `operand` rounds what enters a product, `store` what is written."""
     act, rows = case.act, rows_of(case)
     x = {key: t.double() for key, t in case.x.items()}
+    norms = {key: (x[key].square().sum(-1, keepdim=True) + 1e-6).rsqrt() for key in ("q", "k")}
     if act.l2norm:
-        x["q"], x["k"] = (x[key] / (x[key].square().sum(-1, keepdim=True) + 1e-6).sqrt() for key in ("q", "k"))
+        x["q"], x["k"] = (x[key] * norm for key, norm in norms.items())
     if act.gate != "none":
         x["g"] = gate.activate(x["g"], act.A_log, act.dt_bias, act.lower_bound, "float64")
     if act.beta_sigmoid:
         x["beta"] = act.beta_scale * x["beta"].sigmoid()
     x["beta"] = x["beta"][..., None]
 
-    def chunked(t):  # [B, T, heads, D] -> [NC, HV, C, D], zeros where there is no token
-        t = torch.cat([t.flatten(0, 1), torch.zeros(1, *t.shape[2:], dtype=t.dtype)])[rows]
+    def chunked(t, empty=0.0):  # [B, T, heads, D] -> [NC, HV, C, D]; `empty` where there is no token
+        t = torch.cat([t.flatten(0, 1), torch.full((1, *t.shape[2:]), empty, dtype=t.dtype)])[rows]
         return t.repeat_interleave(case.HV // t.shape[2], 2).transpose(1, 2)
 
     q, k, v, g, b = (chunked(x[key]) for key in ("q", "k", "v", "g", "beta"))
@@ -122,7 +124,8 @@ def stage(case, operand=None, store=lambda t: t):
     a = eager.triangular_inverse(fw, b, eager.level_blocks(fw, akk))
     ab = a * b.mT
     out = {"w": mm(ab, k * d_in), "u": mm(ab, v), "kg": k * d_out, "qg": q * d_in, "aqk": aqk, "a": a}
-    return {key: store(t) for key, t in out.items()} | {"decay": d_all}
+    norms = torch.stack([chunked(norm, 1e3)[..., 0] for norm in norms.values()], 2)
+    return {key: store(t) for key, t in out.items()} | {"decay": d_all, "norms": norms}
 
 
 def bf16(t):
@@ -142,6 +145,11 @@ def check(case, device, tile=None):
         tiny = torch.finfo(torch.float32).tiny  # what is less may be flushed to 0
         bound = 2e-6 * (1 + want_decay.clamp_min(tiny).log().abs()) * want_decay + tiny
         assert ((decay - want_decay).abs() <= bound).all()
+        norms, want_norms = got.pop("norms"), want.pop("norms")
+        if case.act.l2norm:
+            assert ((norms / want_norms - 1).abs() <= 2e-6).all()
+        else:
+            assert norms.isnan().all()
         if case.x["q"].dtype == torch.float32:
             assert_close(got, want, FP32_LIMIT)
         else:

@@ -19,7 +19,7 @@ def prepare_report(stage, arch, gate):
     kernel, tile = KERNELS[stage], tuning.lookup(stage, arch, work=10**6)
     names = kernel.arg_names
     signature = dict.fromkeys(("q", "k", "v", "g", "beta", "w", "u", "kg", "qg", "aqk", "a"), "*bf16")
-    signature |= dict.fromkeys(("A_log", "dt_bias", "decay", "blocks"), "*fp32") | {"chunks": "*i32"}
+    signature |= dict.fromkeys(("A_log", "dt_bias", "decay", "norms", "blocks"), "*fp32") | {"chunks": "*i32"}
     signature |= dict.fromkeys(("T", "HV", "group"), "i32")
     signature |= dict.fromkeys(("scale", "lower_bound", "beta_scale"), "fp32")
     strides = [n for n in names if re.fullmatch("[qkvgb]_[bth]", n)]

@@ -34,10 +34,9 @@ import triton
 import triton.language as tl
 
 from openkda import frameworks
-from openkda.kda.kernels import tuning
+from openkda.kda.kernels import gradients_values, tuning
 from openkda.kda.kernels.common import Activations, locate_chunk
 from openkda.kda.kernels.gradients_keys import SCRATCH, _keys_bwd_kernel
-from openkda.kda.kernels.gradients_values import _values_bwd_kernel
 from openkda.kda.kernels.tables import CHUNK, Layout
 
 
@@ -78,25 +77,26 @@ def _numel(x: Any) -> int:
 
 def gradients_bwd(
     *, q: Any, k: Any, v: Any, g: Any, beta: Any, do: Any, a: Any, aqk: Any, qg: Any, v_new: Any, dv_new: Any,
-    states: Any, dstates: Any, dq: Any, dk: Any, dv: Any, dg: Any, dbeta: Any, act: Activations, layout: Layout,
-    tile: dict | None = None,
+    states: Any, dstates: Any, norms: Any, dq: Any, dk: Any, dv: Any, dg: Any, dbeta: Any, act: Activations,
+    layout: Layout, tile: dict | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Gradients of all token inputs, from the workspaces that the scans of the backward left.
 
     Args:
         q, k, v, g, beta, do: As given; strides are free but for a contiguous last axis of all but beta.
         a, aqk: WS [NC, HV, C, C]; qg: WS [NC, HV, C, K]; v_new, dv_new: WS [NC, HV, C, V]; states, dstates: WS
-            [NC, HV, K, V], before and behind each chunk. Rows behind a chunk's last token hold zeros.
+            [NC, HV, K, V], before and behind each chunk; norms: fp32 [NC, HV, 2, C], with l2norm. Rows behind a chunk's
+            last token hold zeros.
         dq, dk, dv, dg, dbeta: Written, shaped like their inputs, contiguous within a batch row; rows behind the last
             offset hold nothing of use.
     Returns: {"A_log": fp32 [HV], "dt_bias": fp32 [HV, K]}, gradients of the gate's parameters; None without a gate.
     """
     fw = frameworks.of(q)
-    (H, K), (HV, V), NC = fw.shape(q)[2:], fw.shape(v)[2:], layout.num_chunks
+    (H, K), HV, NC = fw.shape(q)[2:], fw.shape(v)[2], layout.num_chunks
     t = _settings(q, v, act, layout, tile)
     KC, programs = t.pop("KC"), t.pop("PROGRAMS")
     slices = -(-K // KC)
-    work = _workspaces(fw, a, HV, K, V, NC)
+    work = _workspaces(fw, a, HV, K, NC)
     dq_heads, dk_heads = (dq, dk) if H == HV else (fw.empty(fw.shape(g), like=g, dtype="float32") for _ in range(2))
     x_v = dbeta if act.beta_sigmoid else fw.empty((NC, HV, CHUNK), like=a, dtype="float32")
     k_dk = x_v if act.beta_sigmoid else fw.empty((NC * HV * slices, CHUNK), like=a, dtype="float32")
@@ -105,21 +105,16 @@ def gradients_bwd(
     items = NC * HV * slices
     grid = min(items, programs)
     tiles, words, fp32 = (fw.empty((grid, n * KC), like=a, dtype=d) for n, d in _scratch(fw, a))
-    x = work.pop("x")
     flags = {"L2NORM": act.l2norm, "BETA_SIGMOID": act.beta_sigmoid, "PACKED": layout.packed}
     flags |= {"PRECISION": "tf32x3" if fw.dtype_name(a) == "float32" else "tf32", "H": H, "HV": HV, "K": K}
     warps = {"num_warps": t.pop("num_warps")}
     if "maxnreg" in t:
         warps["maxnreg"] = t.pop("maxnreg")
-    stages = t.pop("num_stages")
-    inputs = (q, k, v, beta, do)
+    gradients_values.values_bwd(
+        v=v, beta=beta, do=do, a=a, aqk=aqk, qg=qg, v_new=v_new, dv_new=dv_new, states=states, dstates=dstates,
+        norms=norms, work=work, dv=dv, dbeta=x_v, act=act, layout=layout, **t,
+    )  # fmt: skip
     with fw.on_device(q):
-        _values_bwd_kernel[(NC * HV,)](
-            q, k, v, beta, do, a, aqk, qg, v_new, dv_new, states, dstates, x, *work.values(), dv, x_v, layout.chunks,
-            layout.T, float(act.scale), float(act.beta_scale), *(int(s) for i in inputs for s in fw.strides(i)[:3]),
-            int(fw.strides(dv)[0]), int(fw.strides(dbeta)[0]), V=V, PAIRS=True, **flags, **t, num_warps=4,
-            num_stages=stages,
-        )  # fmt: skip
         (q_b, q_t, q_h), (k_b, k_t, k_h), (g_b, g_t, g_h) = (fw.strides(i)[:3] for i in (q, k, g))
         _keys_bwd_kernel[(grid,)](
             q, k, g, *work.values(), act.A_log, act.dt_bias, dq_heads, dk_heads, dg, k_dk, dA, dbias,
@@ -147,18 +142,18 @@ def _settings(q: Any, v: Any, act: Activations, layout: Layout, tile: dict | Non
     K, (HV, V) = fw.shape(q)[3], fw.shape(v)[2:]
     t = dict(tile or tuning.lookup("gradients_bwd", tuning.family_of(q), work=layout.num_chunks * HV))
     if fw.dtype_name(q) == "float32":
-        t |= {"BK": 32, "BV": 32, "num_stages": 1}
+        t |= {"BK": 32, "BV": 32}
         t.pop("maxnreg", None)
     for name, size in (("BK", K), ("KC", K), ("BV", V)):
         t[name] = min(t[name], max(16, triton.next_power_of_2(size)))
     return t
 
 
-def _workspaces(fw: Any, a: Any, HV: int, K: int, V: int, NC: int) -> dict[str, Any]:
-    """What the values kernel leaves for the keys kernel, in the order of their arguments, and X."""
+def _workspaces(fw: Any, a: Any, HV: int, K: int, NC: int) -> dict[str, Any]:
+    """What the values kernel leaves for the keys kernel, in the order of their arguments."""
     ws, C = fw.dtype_name(a), CHUNK
-    sizes: dict[str, tuple[tuple[int, ...], str]] = {"x": ((C, V), ws)}
-    sizes |= {name: ((C, K), ws) for name in ("dqg", "dxs", "dkg")} | {"ends": ((K,), "float32")}
+    sizes: dict[str, tuple[tuple[int, ...], str]] = {name: ((C, K), ws) for name in ("dqg", "dxs", "dkg")}
+    sizes |= {"ends": ((K,), "float32")}
     sizes |= {name: ((C, C), ws) for name in ("w_q", "w_k")} | {"pairs": ((C, 8), "int64")}
     sizes |= {"row_norms": ((2, C), "int64"), "row_beta": ((C,), "float32")}
     return {name: fw.empty((NC, HV, *size), like=a, dtype=dtype) for name, (size, dtype) in sizes.items()}

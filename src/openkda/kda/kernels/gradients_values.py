@@ -6,22 +6,31 @@ Names as there:
     dQg = dO S^T    dXs = -X S^T   dKg = Vn dS'^T           end = sum_e S dS'
 """
 
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportCallIssue=false
+# (a launch passes plain values for constexpr parameters, and loops over tl.range)
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
 
-from openkda.kda.kernels.common import NORM_EPS, locate_chunk, sigmoid
+from openkda import frameworks
+from openkda.kda.kernels import tuning
+from openkda.kda.kernels.common import Activations, locate_chunk, sigmoid
 from openkda.kda.kernels.gradients_keys import _pack64
+from openkda.kda.kernels.tables import CHUNK, Layout
+
+RESULTS = ("dqg", "dxs", "dkg", "ends", "w_q", "w_k", "pairs", "row_norms", "row_beta")
 
 
 @triton.jit(do_not_specialize=["T"])
 def _values_bwd_kernel(
-    q, k, v, beta, do, a, aqk, qg, v_new, dv_new, states, dstates,
+    v, beta, do, a, aqk, qg, v_new, dv_new, states, dstates, norms,
     x, dqg, dxs, dkg, ends, w_q, w_k, pairs, row_norms, row_beta, dv, dbeta, chunks,
     T, scale, beta_scale,
-    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, b_b, b_t, b_h, do_b, do_t, do_h, dv_b, db_b,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    v_b, v_t, v_h, b_b, b_t, b_h, do_b, do_t, do_h, dv_b, db_b,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     L2NORM: tl.constexpr, BETA_SIGMOID: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
@@ -29,7 +38,6 @@ def _values_bwd_kernel(
     WS: tl.constexpr = x.dtype.element_ty
     i_c = (tl.program_id(0) // HV).to(tl.int64)
     i_h = tl.program_id(0) % HV
-    i_hk = i_h // (HV // H)
     i_ch = i_c * HV + i_h
     o_v, rows = locate_chunk(chunks, i_c, T, v_b, v_t, C, PACKED)
     if rows > 0:
@@ -122,21 +130,52 @@ def _values_bwd_kernel(
         else:
             tl.store(dbeta + i_ch * C + i_r, x_v)  # `_beta_bwd_kernel` adds k_i . D_i
         if L2NORM:
-            o_q, _ = locate_chunk(chunks, i_c, T, q_b, q_t, C, PACKED)
-            o_k_, _ = locate_chunk(chunks, i_c, T, k_b, k_t, C, PACKED)
-            p_q = q + o_q + i_hk * q_h + i_r[:, None] * q_t
-            p_k = k + o_k_ + i_hk * k_h + i_r[:, None] * k_t
-            qq = tl.zeros([C], tl.float32)
-            kk = tl.zeros([C], tl.float32)
-            for i_k in range(0, K, BK):
-                o_k = i_k + tl.arange(0, BK)[None, :]
-                m = m_r[:, None] & (o_k < K)
-                b_q = tl.load(p_q + o_k, mask=m, other=0.0).to(tl.float32)
-                b_k = tl.load(p_k + o_k, mask=m, other=0.0).to(tl.float32)
-                qq += tl.sum(b_q * b_q, 1)
-                kk += tl.sum(b_k * b_k, 1)
-            rq = tl.rsqrt(qq + NORM_EPS)
-            rk = tl.rsqrt(kk + NORM_EPS)
+            rq = tl.load(norms + i_ch * (2 * C) + i_r)
+            rk = tl.load(norms + i_ch * (2 * C) + C + i_r)
             p_norm = row_norms + i_ch * (2 * C) + i_r
             tl.store(p_norm, _pack64(rq * scale, rq * q_dq / scale))
             tl.store(p_norm + C, _pack64(rk, rk * (2.0 * x_vn - b * x_v)))
+
+
+# ---- launcher
+def _hopper(a: Any, *token_tensors: Any) -> Any | None:
+    """The faster module where it takes the call, else None."""
+    if frameworks.of(a).compute_capability(a) != 90:
+        return None
+    from openkda.kda.kernels import gradients_values_hopper
+
+    return gradients_values_hopper if gradients_values_hopper.takes(a, *token_tensors) else None
+
+
+def values_bwd(
+    *, v: Any, beta: Any, do: Any, a: Any, aqk: Any, qg: Any, v_new: Any, dv_new: Any, states: Any, dstates: Any,
+    norms: Any, work: dict[str, Any], dv: Any, dbeta: Any, act: Activations, layout: Layout, BK: int, BV: int,
+    hopper: bool = True,
+) -> None:  # fmt: skip
+    """dv, what the keys kernel reads (work), and dbeta: complete if a sigmoid made beta, else X_i . v_i.
+
+    Args: as in `gradients_bwd`, and
+        work: Workspaces by name, written.
+        dbeta: [B, T, HV], or fp32 [NC, HV, C] for X_i . v_i.
+        hopper: Whether `gradients_values_hopper.py` may take the call.
+    """
+    fw = frameworks.of(a)
+    NC, HV, K, V = (int(n) for n in states.shape)
+    flags = {"L2NORM": act.l2norm, "BETA_SIGMOID": act.beta_sigmoid, "PACKED": layout.packed, "PAIRS": "pairs" in work}
+    if hopper and (module := _hopper(a, v, do, dv)) is not None:
+        module.values_bwd(
+            v=v, beta=beta, do=do, a=a, aqk=aqk, qg=qg, v_new=v_new, dv_new=dv_new, states=states, dstates=dstates,
+            norms=norms, work=work, dv=dv, dbeta=dbeta, layout=layout, scale=act.scale, beta_scale=act.beta_scale,
+            flags=flags, **tuning.lookup("values_bwd_hopper", 90, work=NC * HV),
+        )  # fmt: skip
+        return
+    x = fw.empty((NC, HV, CHUNK, V), like=a)
+    results = (work[n] if n in work else None for n in RESULTS)
+    with fw.on_device(a):
+        _values_bwd_kernel[(NC * HV,)](
+            v, beta, do, a, aqk, qg, v_new, dv_new, states, dstates, norms, x, *results, dv, dbeta, layout.chunks,
+            layout.T, float(act.scale), float(act.beta_scale),
+            *(int(s) for i in (v, beta, do) for s in fw.strides(i)[:3]), int(fw.strides(dv)[0]),
+            int(fw.strides(dbeta)[0]), HV=HV, K=K, V=V, BK=BK, BV=BV, **flags,
+            PRECISION="tf32x3" if fw.dtype_name(a) == "float32" else "tf32", num_warps=4, num_stages=1,
+        )  # fmt: skip

@@ -5,11 +5,12 @@ C = 64 rows a chunk, q and k normalised rows, b = beta, D(i, j) [K] the decay be
 
     Akk[i, j] = sum_d k[i] k[j] D(i, j)   j <  i           Aqk[i, j] = scale * sum_d q[i] k[j] D(i, j)   j <= i
     A  = (I + diag(b) Akk)^-1             W = A diag(b) (k * Din)         U = A diag(b) v
-    Kg = k * Dout      Qg = scale * q * Din      decay = D(end, start)
+    Kg = k * Dout      Qg = scale * q * Din      decay = D(end, start)      norms = 1 / |q[i]|, 1 / |k[i]|
 
     in         q, k [B, T, H, K], v [B, T, HV, V], g [B, T, HV, K] (raw or log-decay), beta [B, T, HV]; strides are free
                but for the last axis, which is contiguous
-    out        w, kg, qg WS [NC, HV, C, K], u WS [NC, HV, C, V], aqk, a WS [NC, HV, C, C], decay fp32 [NC, HV, K]
+    out        w, kg, qg WS [NC, HV, C, K], u WS [NC, HV, C, V], aqk, a WS [NC, HV, C, C], decay fp32 [NC, HV, K],
+               norms fp32 [NC, HV, 2, C], with l2norm only
     program    one chunk of one value head, 4 warps, warp n owns rows 16 n .. 16 n + 15
 
 Rows in different 16-row blocks meet at level 32 or 16, rows of one block at level 8, 4, 2 or 1 (common.py).
@@ -176,7 +177,7 @@ def _load_slice(q, k, parked, blocks, o_q, o_k, o_p, i_k, m_r, K: tl.constexpr, 
 # ---- forward
 @triton.jit(do_not_specialize=["T", "HV", "group"])
 def _prepare_fwd_kernel(
-    q, k, v, g, beta, A_log, dt_bias, w, u, kg, qg, aqk, a, decay, blocks, chunks,
+    q, k, v, g, beta, A_log, dt_bias, w, u, kg, qg, aqk, a, decay, norms, blocks, chunks,
     T, HV, group, scale, lower_bound, beta_scale,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, b_b, b_t, b_h,
     K: tl.constexpr, V: tl.constexpr, KW: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
@@ -223,6 +224,8 @@ def _prepare_fwd_kernel(
         r_q = tl.rsqrt(_row_products(w_q, w_q, i3 == s3) + NORM_EPS)
         r_k = tl.rsqrt(_row_products(w_k, w_k, i3 == s3) + NORM_EPS)
         qk *= r_q * r_k
+        tl.store(norms + i_ch * (2 * C) + i_r, tl.reshape(r_q, (C,)))
+        tl.store(norms + i_ch * (2 * C) + C + i_r, tl.reshape(r_k, (C,)))
     tl.debug_barrier()  # terms and blocks are read by other threads than wrote them
 
     # Scores, BK channels at a time.
@@ -314,7 +317,7 @@ def _prepare_fwd_kernel(
 # ---- again, for the backward
 @triton.jit(do_not_specialize=["T", "HV", "group"])
 def _recompute_fwd_kernel(
-    q, k, v, g, beta, A_log, dt_bias, a, w, u, kg, qg, decay, chunks,
+    q, k, v, g, beta, A_log, dt_bias, a, w, u, kg, qg, decay, norms, chunks,
     T, HV, group, scale, lower_bound, beta_scale,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, b_b, b_t, b_h,
     K: tl.constexpr, V: tl.constexpr, KW: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
@@ -350,6 +353,8 @@ def _recompute_fwd_kernel(
         w_k = tl.load(k + i3 * k_t + o_w, mask=(i3 < rows) & (o_w < K), other=0.0)
         r_q = tl.reshape(tl.rsqrt(_row_products(w_q, w_q, diagonal) + NORM_EPS), (C, 1))
         r_k = tl.reshape(tl.rsqrt(_row_products(w_k, w_k, diagonal) + NORM_EPS), (C, 1))
+        tl.store(norms + i_ch * (2 * C) + i2, r_q)
+        tl.store(norms + i_ch * (2 * C) + C + i2, r_k)
     ab = (tl.load(a + i_ch * (C * C) + i2 * C + s2).to(tl.float32) * b[None, :]).to(WS)
     for i_v in range(0, V, BV):
         o_v = i_v + tl.arange(0, BV)[None, :]
@@ -410,14 +415,15 @@ def _token_strides(*xs: Any) -> list[int]:
 
 def prepare_fwd(
     *, q: Any, k: Any, v: Any, g: Any, beta: Any, w: Any, u: Any, kg: Any, qg: Any, aqk: Any, a: Any, decay: Any,
-    act: Activations, layout: Layout, tile: dict | None = None,
+    norms: Any, act: Activations, layout: Layout, tile: dict | None = None,
 ) -> None:  # fmt: skip
     """Aqk, A = (I + diag(b) Akk)^-1, W = A diag(b) (k Din), U = A diag(b) v, Kg = k Dout, Qg = scale q Din, decay.
 
     Args:
         q, k: [B, T, H, K]; v: [B, T, HV, V]; g: [B, T, HV, K]; beta: [B, T, HV]. Strides are
             free but for a contiguous last axis of all but beta; raw where `act` says so. q, k, v of one dtype.
-        w, kg, qg: Written, WS [NC, HV, C, K]; u: WS [NC, HV, C, V]; aqk, a: WS [NC, HV, C, C]; decay: fp32 [NC, HV, K].
+        w, kg, qg: Written, WS [NC, HV, C, K]; u: WS [NC, HV, C, V]; aqk, a: WS [NC, HV, C, C]; decay: fp32 [NC, HV, K];
+            norms: fp32 [NC, HV, 2, C], what rows of q and of k are multiplied with; left as it is without l2norm.
             WS is bf16 for 16-bit inputs, fp32 for fp32. aqk and qg include the scale. Rows behind a chunk's last token
             are 0 (of a: those of the identity); chunks without rows are left as they are.
     Cost (K = V = 128, bf16, a token and head): reads 1026 bytes, writes 1288; 85 kflop in matmuls, 7 exp2 a channel.
@@ -427,7 +433,7 @@ def prepare_fwd(
     blocks = fw.empty((layout.num_chunks, HV, 3, 4, K), like=decay)
     with fw.on_device(q):
         _prepare_fwd_kernel[(layout.num_chunks * HV,)](
-            q, k, v, g, beta, act.A_log, act.dt_bias, w, u, kg, qg, aqk, a, decay, blocks, layout.chunks,
+            q, k, v, g, beta, act.A_log, act.dt_bias, w, u, kg, qg, aqk, a, decay, norms, blocks, layout.chunks,
             layout.T, HV, HV // int(q.shape[2]), float(act.scale), float(act.lower_bound or 0.0), float(act.beta_scale),
             *_token_strides(q, k, v, g, beta), **_settings("prepare_fwd", q, v, act, layout, tile),
         )  # fmt: skip
@@ -435,9 +441,9 @@ def prepare_fwd(
 
 def recompute_fwd(
     *, q: Any, k: Any, v: Any, g: Any, beta: Any, a: Any, w: Any, u: Any, kg: Any, qg: Any, decay: Any,
-    act: Activations, layout: Layout, tile: dict | None = None,
+    norms: Any, act: Activations, layout: Layout, tile: dict | None = None,
 ) -> None:  # fmt: skip
-    """w, u, kg, qg and decay once more, from the inputs and the kept inverse a: no scores, no levels, no inversion.
+    """w, u, kg, qg, decay and norms once more, from the inputs and the kept inverse: no scores, levels, inversion.
 
     Args: As `prepare_fwd`; a: WS [NC, HV, C, C], read.
     Cost (K = V = 128, bf16, a token and head): reads 1154 bytes, writes 1032; 66 kflop in matmuls, 3 exp2 a channel.
@@ -446,7 +452,7 @@ def recompute_fwd(
     HV = int(v.shape[2])
     with fw.on_device(q):
         _recompute_fwd_kernel[(layout.num_chunks * HV,)](
-            q, k, v, g, beta, act.A_log, act.dt_bias, a, w, u, kg, qg, decay, layout.chunks,
+            q, k, v, g, beta, act.A_log, act.dt_bias, a, w, u, kg, qg, decay, norms, layout.chunks,
             layout.T, HV, HV // int(q.shape[2]), float(act.scale), float(act.lower_bound or 0.0), float(act.beta_scale),
             *_token_strides(q, k, v, g, beta), **_settings("recompute_fwd", q, v, act, layout, tile),
         )  # fmt: skip

@@ -24,7 +24,7 @@ def _row(BV: int, num_warps: int, num_stages: int, TMA: bool = False) -> dict[st
 
 
 def _gradients(BV: int, programs: int, **options: int) -> dict[str, Any]:
-    return {"BK": 64, "BV": BV, "KC": 32, "PROGRAMS": programs, "num_warps": 4, "num_stages": 1, **options}
+    return {"BK": 64, "BV": BV, "KC": 32, "PROGRAMS": programs, "num_warps": 4, **options}
 
 
 TABLES: dict[str, dict[int, list[Row]]] = {
@@ -45,6 +45,7 @@ TABLES: dict[str, dict[int, list[Row]]] = {
     },
     # The same stages in Gluon (scan_hopper.py); two programs a head run beside each other up to 66 heads.
     "scan_fwd_hopper": {90: [(ANY, {"BV": 64, "RING": 3})]},
+    "values_bwd_hopper": {90: [(ANY, {"PROGRAMS": 132})]},  # one a multiprocessor
     "reverse_scan_bwd_hopper": {90: [(40, {"BV": 64, "RING": 3}), (ANY, {"BV": 64, "RING": 2})]},
     # One chunk a program, four warps, one a 16-row block; BK channels at a time: more would spill.
     "prepare_fwd": {
@@ -67,10 +68,10 @@ TABLES: dict[str, dict[int, list[Row]]] = {
         90: [(ANY, _gradients(64, 396, maxnreg=168))],
         100: [(ANY, _gradients(64, 592))],
     },
-    "reverse_scan_bwd": {
     # One token a program: bytes in flight are all that counts. The same at any size: a step has the same bits in any
     # batch.
     "recurrent_fwd": {family: [(ANY, {"BV": 32, "num_warps": 4})] for family in FAMILIES},
+    "reverse_scan_bwd": {
         80: [(ANY, _row(32, 4, 2))],
         89: [(ANY, _row(32, 4, 1))],
         90: [(33, _row(32, 4, 3)), (66, _row(64, 4, 2, TMA=True)), (ANY, _row(128, 8, 2, TMA=True))],
