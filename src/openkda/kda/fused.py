@@ -177,7 +177,7 @@ def _workspaces(fw: ModuleType, inputs: dict, layout: Layout, names: Iterable[st
     K, (HV, V), C = fw.shape(inputs["q"])[3], fw.shape(inputs["v"])[2:], CHUNK
     sizes = {"a": (C, C), "aqk": (C, C), "states": (K, V), "dstates": (K, V), "decay": (K,), "norms": (2, C)}
     sizes |= dict.fromkeys(("w", "kg", "qg"), (C, K)) | dict.fromkeys(("u", "v_new", "dv_new"), (C, V))
-    ws, dtypes = workspace_dtype(fw, inputs["q"]), dict.fromkeys(("decay", "norms"), "float32")
+    ws, dtypes = workspace_dtype(fw, inputs["q"]), {"decay": "float32", "norms": "float32"}
     return {n: fw.empty((layout.num_chunks, HV, *sizes[n]), like=inputs["v"], dtype=dtypes.get(n, ws)) for n in names}
 
 
