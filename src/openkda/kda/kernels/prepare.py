@@ -408,6 +408,15 @@ def _settings(stage: str, q: Any, v: Any, act: Activations, layout: Layout, tile
     return settings
 
 
+def _hopper(a: Any, *token_tensors: Any) -> Any | None:
+    """The faster module for the recomputation where it takes the call, else None."""
+    if frameworks.of(a).compute_capability(a) != 90:
+        return None
+    from openkda.kda.kernels import recompute_hopper
+
+    return recompute_hopper if recompute_hopper.takes(a, *token_tensors) else None
+
+
 def _token_strides(*xs: Any) -> list[int]:
     """Strides of [B, T, heads, ..] over B, T and heads, of one tensor after the other, in elements."""
     return [int(s) for x in xs for s in frameworks.of(x).strides(x)[:3]]
@@ -450,6 +459,12 @@ def recompute_fwd(
     """
     fw = frameworks.of(q)
     HV = int(v.shape[2])
+    if tile is None and (module := _hopper(a, q, k, v, g)) is not None:
+        module.recompute_fwd(
+            q=q, k=k, v=v, g=g, beta=beta, a=a, w=w, u=u, kg=kg, qg=qg, decay=decay, norms=norms, act=act,
+            layout=layout, **tuning.lookup("recompute_fwd_hopper", 90, work=layout.num_chunks * HV),
+        )  # fmt: skip
+        return
     with fw.on_device(q):
         _recompute_fwd_kernel[(layout.num_chunks * HV,)](
             q, k, v, g, beta, act.A_log, act.dt_bias, a, w, u, kg, qg, decay, norms, layout.chunks,

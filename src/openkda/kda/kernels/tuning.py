@@ -46,6 +46,7 @@ TABLES: dict[str, dict[int, list[Row]]] = {
     # The same stages in Gluon (scan_hopper.py); two programs a head run beside each other up to 66 heads.
     "scan_fwd_hopper": {90: [(ANY, {"BV": 64, "RING": 3})]},
     "values_bwd_hopper": {90: [(ANY, {"PROGRAMS": 132})]},  # one a multiprocessor
+    "recompute_fwd_hopper": {90: [(ANY, {"PROGRAMS": 132})]},
     "reverse_scan_bwd_hopper": {90: [(40, {"BV": 64, "RING": 3}), (ANY, {"BV": 64, "RING": 2})]},
     # One chunk a program, four warps, one a 16-row block; BK channels at a time: more would spill.
     "prepare_fwd": {
