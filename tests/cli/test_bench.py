@@ -183,7 +183,8 @@ def test_row_over_its_time_is_stopped_with_all_its_processes_and_keeps_what_it_h
         "    time.sleep(100)\n"
     )
     spec = {"what": "op", "shape": "1x64x2", "peer": "fla", "case": tiny_case(), "repeats": 2, "kernels": False}
-    found = row.measured(spec, timeout=15, environment={"OMP_NUM_THREADS": "1"})
+    spec["imports"] = "fla.ops.kda"
+    (found,) = row.measure_all([spec], [{"OMP_NUM_THREADS": "1"}], 15, ahead=True)
     assert found["failure"] == "stopped after 15 s, in stage: first call of fla"
     assert found["implementations"]["openkda"]["first_call_s"] > 0
     for _ in range(50):  # the child's end is reported by the system, not by us
@@ -193,6 +194,15 @@ def test_row_over_its_time_is_stopped_with_all_its_processes_and_keeps_what_it_h
     else:
         os.kill(int(mark.read_text()), signal.SIGKILL)
         pytest.fail("a process of the row is still running")
+
+
+def test_rows_that_start_ahead_come_in_order():
+    shapes = ("1x64x1", "1x128x1")
+    specs = [{"what": "op", "shape": shape, "peer": None, "repeats": 2, "kernels": False} for shape in shapes]
+    for spec, T in zip(specs, (64, 128), strict=True):
+        spec["case"] = tiny_case(T=T, H=1)
+    found = list(row.measure_all(specs, [{"OMP_NUM_THREADS": "1"}] * 2, 60, ahead=True))
+    assert [(r["shape"], r["stage"], r["failure"]) for r in found] == [(shape, "done", None) for shape in shapes]
 
 
 @pytest.mark.parametrize("cls", [*peers.PEERS.values()], ids=str)

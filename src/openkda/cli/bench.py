@@ -29,6 +29,9 @@ Peers of op: fla, attn_gym, cudnn, cudnn_core (cudnn without what comes before i
 exit code: 0 measured (a peer may be missing), 1 openkda could not be measured somewhere, 2 a wrong request.
 """
 PEERS = {"op": ("fla", "attn_gym", "cudnn", "cudnn_core", "flash_kda"), "layer": ("fla",)}
+#: What a row may import before it is its turn.
+IMPORTS = {"fla": "fla.ops.kda", "attn_gym": "attn_gym.linear", "flash_kda": "flash_kda"}
+IMPORTS |= dict.fromkeys(("cudnn", "cudnn_core"), "cudnn.linear_attention")
 SHAPES = {
     ("op", "cuda"): ["1x8192x32", "1x8192x96", "8x2048x32", "1x65536x16", "1x4096x16"],
     ("op", "cpu"): ["1x256x2", "1x512x2", "1x1024x2"],
@@ -113,15 +116,15 @@ def _missing(what: str, peers: list[str]) -> dict[str, str]:
 def _measure(args: argparse.Namespace, specs: list[dict[str, Any]], device: str, missing: list[str]) -> int:
     from openkda.bench import plot, report
     from openkda.bench.peers import PEERS as ADAPTERS
-    from openkda.bench.row import measured
+    from openkda.bench.row import measure_all
 
     command = shlex.join(["openkda", "bench", *_given(args)])
     options = _options(args, device)
     rows: list[dict[str, Any]] = []
-    for spec in specs:
-        environment = ADAPTERS[spec["peer"]].environment if spec["peer"] else {}
-        rows.append(measured(spec, timeout=args.timeout, environment=environment))
-        print(f"{spec['shape']} {spec['peer'] or 'openkda'}: {rows[-1]['seconds']} s", file=sys.stderr, flush=True)
+    environments = [ADAPTERS[spec["peer"]].environment if spec["peer"] else {} for spec in specs]
+    for row in measure_all(specs, environments, args.timeout, ahead=device == "cuda"):
+        rows.append(row)
+        print(f"{row['shape']} {row['peer'] or 'openkda'}: {row['seconds']} s", file=sys.stderr, flush=True)
         if args.json is not None:
             _write(
                 args.json,
@@ -177,6 +180,7 @@ def _spec(args: argparse.Namespace, shape: tuple[int, int, int], peer: str | Non
         "what": args.what,
         "shape": name,
         "peer": peer,
+        "imports": IMPORTS.get(peer or ""),
         "case": case,
         "repeats": args.repeats,
         "kernels": args.kernels and device == "cuda",
