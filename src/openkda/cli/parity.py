@@ -16,7 +16,7 @@ OVER_THRESHOLD = 1  # exit code: compared, and a limit is not kept
 EPILOG = """\
 examples:
   openkda parity --hf tiny --grad --packed --report parity.html
-  openkda parity --hf tiny --dtype bf16 --routing forced --max-last-kl 2e-4 --min-cos 0.9997
+  openkda parity --hf tiny --dtype bf16 --routing forced --rounding reference --max-kl 2e-4 --min-cos 0.9997
   openkda parity --hf my_model/ --prompts prompts.txt --max-kl 1e-9
 
 exit code: 0 within the thresholds given (or none given), 1 over one of them, 2 a wrong request.
@@ -58,6 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="each model chooses its experts, or ours is given those of transformers; default: natural",
     )
     add("--dtype", choices=("fp32", "bf16"), default="fp32", help="of weights and activations; default: fp32")
+    add(
+        "--rounding",
+        choices=("own", "reference"),
+        default="own",
+        help="in bf16, round to 16 bits where ours does or where transformers does; default: own",
+    )
     add("--grad", action="store_true", help="compare the gradient of every parameter, too")
     add("--packed", action="store_true", help="run ours on all prompts in one packed row, too, and compare")
     add("--seed", type=int, default=0, metavar="N", help="of random weights; default: 0")
@@ -81,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     fields = [option[2:].replace("-", "_") for option in LIMITS]
     thresholds = Thresholds(**{name: getattr(args, name) for name in fields})
     try:
-        pair = load(args.hf, dtype=args.dtype, prompts=args.prompts, seed=args.seed)
+        pair = load(args.hf, dtype=args.dtype, rounding=args.rounding, prompts=args.prompts, seed=args.seed)
     except (ValueError, ImportError) as error:
         raise UserError(" ".join(str(error).split())) from error
     comparison = compare(pair, routing=args.routing, grad=args.grad, packed=args.packed)

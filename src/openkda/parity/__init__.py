@@ -1,6 +1,7 @@
 """Is this the same model? Compare a Kimi Linear of transformers with ours, and say where the two first differ.
 
     pair.py        both models with the same weights, and what they read; reference.py and prompts.py make the parts
+    rounding.py    ours, made to round to bf16 where transformers does
     record.py      intermediate values of a forward, under names that both sides share (stages.py)
     metrics.py     figures of two sets of logits, in fp64
     comparison.py  runs both models and gathers everything in a Comparison (results.py)

@@ -16,6 +16,7 @@ from openkda.integrations.torchtitan.hf_config import read_config, sizes_from_co
 from openkda.integrations.torchtitan.model import KimiLinearModel
 from openkda.parity import reference as hf
 from openkda.parity.prompts import Prompt, make_prompts
+from openkda.parity.rounding import NOTE, follow_reference
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TINY = {"tiny": None, "tiny-bounded": -5.0}
@@ -38,17 +39,27 @@ class Pair:
     exact: Any = None
 
 
-def load(source: str | Path = "tiny", *, dtype: str = "fp32", prompts: Path | None = None, seed: int = 0) -> Pair:
+def load(
+    source: str | Path = "tiny",
+    *,
+    dtype: str = "fp32",
+    rounding: str = "own",
+    prompts: Path | None = None,
+    seed: int = 0,
+) -> Pair:
     """Both models, with the same weights in the same dtype.
 
     Args:
         source: A folder with config.json and safetensors; a folder or file with config.json only, for random weights;
             or "tiny" or "tiny-bounded", for a small random model with either gate.
         dtype: "fp32" or "bf16": of weights and activations of both.
+        rounding: "own", or "reference": ours rounds to bf16 where transformers does (rounding.py).
         prompts: File of prompts; None for passages of Python's reference.
         seed: Of random weights.
     Raises: ValueError naming what is wrong with the source; ImportError for another release of a package.
     """
+    if rounding not in ("own", "reference"):
+        raise ValueError(f"parity: rounding must be 'own' or 'reference', got {rounding!r}")
     hf.require_transformers()
     cpu.install()
     notes: list[str] = []
@@ -74,6 +85,9 @@ def load(source: str | Path = "tiny", *, dtype: str = "fp32", prompts: Path | No
     if dtype == "bf16":
         _round_rates(ours)
         notes.append("transformers rounds A_log to bf16 when it loads; ours, which keeps fp32, got the rounded values.")
+    if rounding == "reference":
+        follow_reference(ours)
+        notes.append(NOTE)
     return Pair(model, ours, texts, str(source), dtype, notes, exact)
 
 
