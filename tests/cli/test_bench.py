@@ -8,7 +8,9 @@ import io
 import json
 import os
 import signal
+import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -263,6 +265,24 @@ def test_weights_of_our_layer_reach_fla_s_by_name():
     assert not theirs.g_proj[1].bias.any()
     assert torch.equal(theirs.q_conv1d.weight.view_as(ours.q_conv1d.weight), ours.q_conv1d.weight)
     assert torch.equal(theirs.dt_bias, ours.dt_bias)
+
+
+def test_gate_parameters_of_fla_s_layer_stay_wide(monkeypatch: pytest.MonkeyPatch):
+    class Theirs(torch.nn.Module):  # what the adapter touches of fla's layer
+        def __init__(self, **sizes: object):
+            super().__init__()
+            self.sizes = sizes
+            self.A_log, self.dt_bias, self.weight = (torch.nn.Parameter(torch.full((2,), 1 / 3)) for _ in range(3))
+
+    modules = {name: types.ModuleType(name) for name in ("fla", "fla.layers", "fla.layers.kda")}
+    modules["fla.layers.kda"].KimiDeltaAttention = Theirs
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    made = layer.fla_layer(layer.Case(1, 64, 2, 16, hidden=32, gate="bounded", device="cpu"))
+    assert made.sizes == {"hidden_size": 32, "head_dim": 16, "num_heads": 2, "safe_gate": True, "lower_bound": -5.0}
+    assert made.weight.dtype == torch.bfloat16
+    assert torch.equal(made.A_log, torch.full((2,), 1 / 3))
+    assert made.dt_bias.dtype == torch.float32
 
 
 def test_linear_maps_of_the_layer_are_all_counted_as_projections():

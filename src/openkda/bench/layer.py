@@ -63,10 +63,10 @@ def fla_layer(case: Case) -> nn.Module:
     layer = KimiDeltaAttention(
         hidden_size=case.hidden, head_dim=case.K, num_heads=case.H, safe_gate=bound is not None, lower_bound=bound
     )
-    gate = {name: getattr(layer, name) for name in ("A_log", "dt_bias")}
+    gate = {name: getattr(layer, name).detach().to(case.device, copy=True) for name in ("A_log", "dt_bias")}
     layer = layer.to(device=case.device, dtype=getattr(torch, case.dtype))
     for name, value in gate.items():  # stay in fp32, as in ours
-        setattr(layer, name, nn.Parameter(value.detach().to(case.device)))
+        setattr(layer, name, nn.Parameter(value))
     return layer
 
 
