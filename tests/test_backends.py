@@ -67,12 +67,9 @@ def test_explain_names_the_tensor():
     assert explain(X.bfloat16()).splitlines()[0] == "torch tensor, bfloat16, on cpu"
 
 
-def test_chunk_kda_promises_batch_invariance_only_where_it_holds():
-    with pytest.raises(
-        BackendUnavailable, match=r'^chunk_kda: batch_invariant=True cannot be promised by backend "eager"'
-    ):
-        chunk_kda(X, X, X, GATE, BETA, batch_invariant=True)
-    o, _ = chunk_kda(X, X, X, GATE, BETA, batch_invariant=True, backend="reference")
+@pytest.mark.parametrize("backend", ["auto", "eager", "reference"])
+def test_every_backend_takes_batch_invariant(backend):
+    o, _ = chunk_kda(X, X, X, GATE, BETA, batch_invariant=True, backend=backend)
     assert o.shape == X.shape
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from openkda import backends
-from openkda.errors import BackendUnavailable
-from openkda.kda import eager, reference
+from openkda.kda import eager, eager_invariant, reference
 from openkda.kda.contract import check_inputs, check_options, check_state
 
 
@@ -70,8 +69,8 @@ def chunk_kda(
         state_v_first: States are `[N, HV, V, K]`.
         save_intermediates: Keep more for the backward and recompute less. Gradients agree to rounding; the eager
             backends always keep all.
-        batch_invariant: A sequence gives the same bits alone, in a batch and packed. Needs a fused backend; raises
-            elsewhere.
+        batch_invariant: A sequence gives the same bits alone, in a batch, packed, and decoded by
+            `recurrent_kda(batch_invariant=True)`. The eager path then computes every chunk alone, which is slower.
         cp_context: Context parallelism; None here.
         backend: "auto", "triton", "eager" or "reference"; `openkda.explain(q)` says what "auto" chooses and why.
     Returns: (o `[B, T, HV, V]` in v's dtype, final states shaped like initial_state, or None).
@@ -100,13 +99,9 @@ def chunk_kda(
         raise NotImplementedError(
             f"{op}: cp_context must be None, got {got}; context parallelism is not implemented yet"
         )
-    if batch_invariant and chosen == "eager":
-        raise BackendUnavailable(
-            f'{op}: batch_invariant=True cannot be promised by backend "eager", whose matmuls may sum in an order that '
-            'depends on the batch; backend="reference" runs each sequence alone'
-        )
     kernels = extras if chosen == "triton" else {}
-    return AVAILABLE[op][chosen](
+    run = eager_invariant.chunk_kda if batch_invariant and chosen == "eager" else AVAILABLE[op][chosen]
+    return run(
         q,
         k,
         v,

@@ -54,11 +54,12 @@ def chunk_kda(
     cu_seqlens: Any | None = None,
     state_v_first: bool = False,
     operand_dtype: str | None = None,
+    valid: Any | None = None,
 ) -> tuple[Any, Any | None]:
     """`openkda.chunk_kda` on the eager path, arguments unchecked; see there.
 
     operand_dtype ("bfloat16" or "float16") rounds the operands of every matmul, forward and backward; None does not
-    round.
+    round. valid (bool [64], for dense input of 64 tokens) tells which rows are tokens.
     """
     fw = frameworks.of(q)
     dtype, out_dtype, (B, T, H, K), HV = state_dtype(fw, q), fw.dtype_name(v), fw.shape(q), fw.shape(v)[2]
@@ -68,6 +69,8 @@ def chunk_kda(
         state = fw.zeros(size, like=v, dtype=dtype) if initial_state is None else initial_state * 1.0
         return v * 1.0, state if output_final_state else None
     chunks = Chunks(fw, v, T, cu_seqlens)
+    if valid is not None:
+        chunks.valid = fw.reshape(valid, (1, 1, CHUNK, 1, 1))
     q, k, v, g, beta = (fw.cast(chunks.split(x), dtype) for x in (q, k, v, g, fw.reshape(beta, (B, T, HV, 1))))
 
     # Activations, [R, NC, C, heads, ..]. Rows of padding hold zeros here, whatever the tail of the inputs holds.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from openkda import backends, checks, frameworks, packing
-from openkda.kda import eager_recurrent, reference
-from openkda.kda.contract import Sizes, check_inputs, check_options, check_state
+from openkda.errors import BackendUnavailable
+from openkda.kda import chunk, eager_recurrent, reference
+from openkda.kda.contract import Sizes, check_inputs, check_options, check_state, state_dtype
+from openkda.kda.replay import check_replay_state, replay
 
 
 def _fused(*tensors: Any, **options: Any) -> tuple[Any, Any | None]:
@@ -42,6 +45,7 @@ def recurrent_kda(
     cu_seqlens: Any | None = None,
     state_v_first: bool = False,
     state_indices: Any | None = None,
+    batch_invariant: bool = False,
     backend: str = "auto",
 ) -> tuple[Any, Any | None]:
     """Kimi Delta Attention token by token, for inference: arguments and results as in `openkda.chunk_kda`, and
@@ -50,10 +54,13 @@ def recurrent_kda(
         state_indices: int32 or int64 `[N]`. initial_state is then a pool `[slots, HV, K, V]` (fp32 or bf16) that is
             read and updated in place at these slots; a negative index is padding: o is 0 there and no slot is touched.
             Two sequences must not share a slot. The returned state is None: it is in the pool.
+        batch_invariant: Give the bits that `chunk_kda(batch_invariant=True)` gives for whole sequences, however they
+            are cut into calls, by running the unfinished chunk of 64 tokens again (`openkda.kda.replay`). The final
+            state is then a ReplayState, and initial_state None, a ReplayState, or a plain state where a chunk begins.
     Returns: (o `[B, T, HV, V]` in v's dtype, final states or None).
-    Raises: as chunk_kda; ValueError if an input needs a gradient, if state_indices comes without a pool, or (with
-        OPENKDA_CHECK=1) if an index exceeds the pool or comes twice.
-    Numerics: fp32 inside, whatever the inputs (fp64 with fp64 inputs).
+    Raises: as chunk_kda; ValueError if an input needs a gradient, if state_indices comes without a pool or with
+        batch_invariant, or (with OPENKDA_CHECK=1) if an index exceeds the pool or comes twice.
+    Numerics: fp32 inside, whatever the inputs (fp64 with fp64 inputs). A state does not drift however slow its decay.
     Source: Kimi Linear, arXiv 2510.26692, equation 1.
     """
     op = "recurrent_kda"
@@ -67,7 +74,8 @@ def recurrent_kda(
         "output_final_state": output_final_state,
         "state_v_first": state_v_first,
     }
-    check_options(op, g, scale=scale, cu_seqlens=cu_seqlens, **gate, **options)
+    check_options(op, g, scale=scale, cu_seqlens=cu_seqlens, batch_invariant=batch_invariant, **gate, **options)
+    tokens = (q, k, v, g, beta)
     named = {
         "q": q,
         "k": k,
@@ -87,6 +95,22 @@ def recurrent_kda(
                 "requires_grad=True",
                 "this operator is inference only; train with chunk_kda",
             )
+    if batch_invariant:
+        if state_indices is not None:
+            checks.bad_value(op, "state_indices", "be None with batch_invariant", list(state_indices.shape))
+        if initial_state is not None:
+            check_replay_state(op, initial_state, tokens, sizes, v_first=state_v_first)
+        if backend == "reference":
+            raise BackendUnavailable(
+                f'{op}: batch_invariant=True needs backend "triton" or "eager", got "reference", whose activations run '
+                "over whole sequences at once"
+            )
+        call = {"scale": scale, "batch_invariant": True, "backend": backend, **gate, **options}
+        del call["output_final_state"]
+        whole = functools.partial(chunk.chunk_kda, **call)
+        with fw.no_grad():
+            o, after = replay(whole, tokens, initial_state, sizes, cu_seqlens, state_v_first, state_dtype(fw, q))
+        return o, after if output_final_state else None
     chosen = backends.choose(op, backend, AVAILABLE[op], q)
     token_by_token = AVAILABLE[op][chosen]
     call = {"scale": scale, "cu_seqlens": cu_seqlens, **gate, **options}
@@ -98,8 +122,8 @@ def recurrent_kda(
         if chosen == "triton":
             call["state_indices"] = state_indices
         if chosen == "triton" or state_indices is None:
-            return token_by_token(q, k, v, g, beta, initial_state=initial_state, **call)
-        return _with_pool(token_by_token, (q, k, v, g, beta), initial_state, state_indices, call), None
+            return token_by_token(*tokens, initial_state=initial_state, **call)
+        return _with_pool(token_by_token, tokens, initial_state, state_indices, call), None
 
 
 def _check_pool(op: str, pool: Any, indices: Any, q: Any, sizes: Sizes, *, v_first: bool) -> None:
