@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from openkda.kda.kernels.tables import CHUNK, GROUP
-from openkda.kda.segments import FEW, FULL, WORK, num_starts, split
+from openkda.kda.kernels.tables import CHUNK, GROUP, dense_layout
+from openkda.kda.segments import FEW, PARTS, WORK, num_starts, parts_of, split
 
 CALLS = [
     (1, 8192, 32),
@@ -23,15 +23,14 @@ CALLS += [(1, 12345, 40), (1, 0, 4), (512, 64, 4), (1, 1 << 20, 1), (7, 1 << 14,
 @pytest.mark.parametrize("B, T, HV", CALLS)
 def test_segments_cover_every_token_once(B, T, HV):
     segments = split(B, T, HV, packed=False, batch_invariant=False)
-    seen = [(b, t) for s in segments for b in range(B)[s.batch] for t in range(0, T, CHUNK) if t in range(T)[s.tokens]]
-    assert seen == [(b, t) for b in range(B) for t in range(0, T, CHUNK)]
+    seen = [t for s in segments for t in range(0, T, CHUNK) if t in range(T)[s.tokens]]
+    assert seen == list(range(0, T, CHUNK))
     chunks = 0
     for s in segments:
         assert s.first_chunk == chunks
-        chunks += len(range(B)[s.batch]) * -(-len(range(T)[s.tokens]) // CHUNK)
-        start = s.tokens.start or 0
-        assert start % (CHUNK * GROUP) == 0
-        assert s.last == (s.tokens.stop is None or s.tokens.stop == T)
+        chunks += B * -(-len(range(T)[s.tokens]) // CHUNK)
+        assert s.tokens.start % (CHUNK * GROUP) == 0
+        assert s.last == (s.tokens.stop == T)
     assert max(s.index for s in segments) <= num_starts(B, T, HV, packed=False, batch_invariant=False)
     assert len(segments) <= 4
 
@@ -40,9 +39,21 @@ def test_segments_cover_every_token_once(B, T, HV):
 def test_segments_are_worth_their_launches(B, T, HV):
     segments = split(B, T, HV, packed=False, batch_invariant=False)
     for s in segments[:-1]:
-        rows, tokens = len(range(B)[s.batch]), len(range(T)[s.tokens])
-        assert rows * tokens * HV >= WORK
-        assert B == 1 or rows * HV >= FULL
+        assert len(range(T)[s.tokens]) * HV >= WORK
+
+
+@pytest.mark.parametrize("B, T, HV", CALLS)
+def test_parts_cover_every_token_and_chunk_of_a_segment_once(B, T, HV):
+    for s in split(B, T, HV, packed=False, batch_invariant=False):
+        tokens = range(T)[s.tokens]
+        layout = dense_layout(B, len(tokens))
+        parts = parts_of(s, layout, HV, HV)
+        assert [c for part in parts for c in range(layout.num_chunks)[part.chunks]] == list(range(layout.num_chunks))
+        rows = [(b, t) for p in parts for b in range(B)[p.batch] for t in range(0, T, CHUNK) if t in range(T)[p.tokens]]
+        assert rows == [(b, t) for b in range(B) for t in range(0, T, CHUNK) if t in tokens]
+        assert len(parts) <= PARTS
+        for part in parts:
+            assert part.layout.num_chunks == len(range(layout.num_chunks)[part.chunks])
 
 
 def test_packed_and_batch_invariant_calls_are_not_split():
@@ -51,6 +62,7 @@ def test_packed_and_batch_invariant_calls_are_not_split():
         assert num_starts(1, 1 << 20, 32, **flags) == 0
 
 
-def test_few_heads_take_more_segments():
+def test_only_few_heads_take_segments():
     assert len(split(1, 1 << 16, FEW, packed=False, batch_invariant=False)) == 4
-    assert len(split(1, 1 << 16, FEW + 1, packed=False, batch_invariant=False)) == 2
+    assert len(split(1, 1 << 16, FEW + 1, packed=False, batch_invariant=False)) == 1
+    assert len(split(2, 1 << 16, 1, packed=False, batch_invariant=False)) == 1

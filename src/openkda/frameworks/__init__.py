@@ -34,6 +34,11 @@ def _paddle(x: Any) -> ModuleType | None:
     return namespace
 
 
+def _planned(x: Any) -> ModuleType | None:
+    planned = sys.modules.get("openkda.frameworks.planned")
+    return x.plan if planned is not None and isinstance(x, planned.Buffer) else None
+
+
 # Paddle first: within its compat scopes the name `torch` stands for Paddle, and a Paddle tensor for one of torch's.
 # Written so that torch.compile can trace the search: isinstance and an import statement; no cache, no importlib, and no
 # look at the attributes of a type.
@@ -45,7 +50,7 @@ def _find(x: Any) -> ModuleType | None:
         namespace = search(x)
         if namespace is not None:
             return namespace
-    return None
+    return _planned(x)
 
 
 def is_tensor(x: Any) -> bool:

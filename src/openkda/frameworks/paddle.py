@@ -53,6 +53,24 @@ def strides(x: Tensor) -> tuple[int, ...]:
     return tuple(x.strides)
 
 
+def signature(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], str, int]:
+    """Shape, strides in elements, dtype, and address modulo 16: what a plan for x depends on."""
+    return tuple(x.shape), tuple(x.strides), dtype_name(x), address(x) % 16
+
+
+def address(x: Tensor) -> int:
+    return x.data_ptr() if x.size else 0
+
+
+def view_bytes(x: Tensor, offset: int, size: Sequence[int], stride: Sequence[int], dtype: str) -> Any:
+    """A tensor in x's memory, `offset` bytes behind x's start; of torch, as only Triton's interpreter asks for it."""
+    import torch
+
+    from openkda.frameworks import torch as torch_namespace
+
+    return torch_namespace.view_bytes(torch.from_dlpack(x.detach()), offset, size, stride, dtype)
+
+
 def device(x: Tensor) -> Any:
     return x.place
 
@@ -152,6 +170,10 @@ def eye(n: int, *, like: Tensor) -> Tensor:
 
 def _scalar(value: float, like: Tensor) -> Tensor:
     return paddle.full([], value, dtype=like.dtype, device=like.place)
+
+
+def from_list(values: Sequence[Any], *, like: Tensor, dtype: str = "int64") -> Tensor:
+    return paddle.to_tensor(list(values), dtype=dtype, place=like.place)
 
 
 def cast(x: Tensor, dtype: str) -> Tensor:
@@ -257,12 +279,12 @@ def exp2(x: Tensor) -> Tensor:
     return 2.0**x
 
 
-def log1p(x: Tensor) -> Tensor:
-    return paddle.log1p(x)
-
-
 def expm1(x: Tensor) -> Tensor:
     return paddle.expm1(x)
+
+
+def log1p(x: Tensor) -> Tensor:
+    return paddle.log1p(x)
 
 
 def abs(x: Tensor) -> Tensor:
@@ -416,6 +438,32 @@ class _Custom(paddle.autograd.PyLayer):
         return slots[0] if len(slots) == 1 else slots
 
 
+def gradient(function: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor, grads: Sequence[Tensor]) -> Tensor:
+    """d/dx of sum(grads . function(x)), apart from any recorded graph."""
+    with paddle.enable_grad():
+        x = x.detach()
+        x.stop_gradient = False
+        paddle.autograd.backward(list(function(x)), list(grads))  # a paddle.grad within another one is not possible
+        return x.grad
+
+
+# ---- groups of processes
+def group_size(group: Any) -> int:
+    """Processes of a group; None is the default group."""
+    return paddle.distributed.get_world_size(group)
+
+
+def group_rank(group: Any) -> int:
+    return paddle.distributed.get_rank(group)
+
+
+def all_gather(x: Tensor, group: Any) -> Tensor:
+    """x of every process of a group, [size, ..]; no derivative. x is contiguous."""
+    gathered: list[Tensor] = []
+    paddle.distributed.all_gather(gathered, x, group=group)
+    return paddle.stack(gathered, 0)
+
+
 # ---- two streams
 class _InOrder:
     """Runs launches on the current stream; `frameworks/torch.py` has one that runs them beside it."""
@@ -443,6 +491,8 @@ def operator(spec: Any) -> Callable[..., tuple]:
     Results that the backward keeps are for the backward alone: where a gradient is wanted they come back as None. (A
     PyLayer that saved a result of its own would keep itself alive.)
     """
+    if not hasattr(spec, "backward") and not hasattr(spec, "NO_DERIVATIVE"):
+        return functools.partial(spec.forward, _SELF)
     return functools.partial(custom, _Operator(spec))
 
 
@@ -460,11 +510,11 @@ class _Operator:
         tensors, ctx.others = self.spec.keep(args, results)
         ctx.save_for_backward(*tensors)
         kept = {id(t) for t in tensors}
+        if not isinstance(results, tuple):
+            return results
         return tuple(None if id(r) in kept else r for r in results)
 
     def backward(self, fw: Any, ctx: Any, *grads: Any) -> tuple:
         if not hasattr(self.spec, "backward"):
             raise RuntimeError(self.spec.NO_DERIVATIVE)
         return self.spec.backward(fw, ctx.saved_tensors, ctx.others, ctx.needs_input_grad, *grads)
-    if not hasattr(spec, "backward") and not hasattr(spec, "NO_DERIVATIVE"):
-        return functools.partial(spec.forward, _SELF)

@@ -40,6 +40,22 @@ def strides(x: Tensor) -> tuple[int, ...]:
     return x.stride()
 
 
+def signature(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], str, int]:
+    """Shape, strides in elements, dtype, and address modulo 16: what a plan for x depends on."""
+    return x.shape, x.stride(), _NAMES[x.dtype], x.data_ptr() & 15
+
+
+def address(x: Tensor) -> int:
+    return x.data_ptr()
+
+
+def view_bytes(x: Tensor, offset: int, size: Sequence[int], stride: Sequence[int], dtype: str) -> Tensor:
+    """A tensor in x's memory, `offset` bytes behind x's start."""
+    made = torch.empty(0, dtype=_DTYPES[dtype], device=x.device)
+    start = (x.storage_offset() * x.element_size() + offset) // made.element_size()
+    return made.set_(x.untyped_storage(), start, tuple(size), tuple(stride))  # type: ignore[call-overload]
+
+
 def device(x: Tensor) -> Any:
     return x.device
 
@@ -54,15 +70,20 @@ def on_gpu(x: Tensor) -> bool:
 
 def compute_capability(x: Tensor) -> int | None:
     """90 for compute capability 9.0; None where x is on no CUDA device."""
-    if not x.is_cuda:
-        return None
-    major, minor = torch.cuda.get_device_capability(x.device)
+    return _capability(x.device.index) if x.is_cuda else None
+
+
+@functools.cache
+def _capability(index: int) -> int:
+    major, minor = torch.cuda.get_device_capability(index)
     return 10 * major + minor
 
 
 def on_device(x: Tensor) -> AbstractContextManager[None]:
     """Make x's device the current one, which is where kernels are launched; nothing to do on a CPU."""
-    return torch.cuda.device_of(x) if x.is_cuda else nullcontext()
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device_of(x)
 
 
 def descriptor_base(x: Tensor) -> Any:
@@ -123,6 +144,10 @@ def arange(n: int, *, like: Tensor, dtype: str = "int64") -> Tensor:
 
 def eye(n: int, *, like: Tensor) -> Tensor:
     return torch.eye(n, dtype=like.dtype, device=like.device)
+
+
+def from_list(values: Sequence[Any], *, like: Tensor, dtype: str = "int64") -> Tensor:
+    return torch.tensor(values, dtype=_DTYPES[dtype], device=like.device)
 
 
 def cast(x: Tensor, dtype: str) -> Tensor:
@@ -213,12 +238,12 @@ def exp2(x: Tensor) -> Tensor:
     return x.exp2()
 
 
-def log1p(x: Tensor) -> Tensor:
-    return x.log1p()
-
-
 def expm1(x: Tensor) -> Tensor:
     return x.expm1()
+
+
+def log1p(x: Tensor) -> Tensor:
+    return x.log1p()
 
 
 def abs(x: Tensor) -> Tensor:
@@ -344,6 +369,30 @@ def _once_only(op: str) -> None:
         )
 
 
+def gradient(function: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor, grads: Sequence[Tensor]) -> Tensor:
+    """d/dx of sum(grads . function(x)), apart from any recorded graph."""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(function(x), x, tuple(grads))[0]
+
+
+# ---- groups of processes
+def group_size(group: Any) -> int:
+    """Processes of a group; None is the default group."""
+    return torch.distributed.get_world_size(group)
+
+
+def group_rank(group: Any) -> int:
+    return torch.distributed.get_rank(group)
+
+
+def all_gather(x: Tensor, group: Any) -> Tensor:
+    """x of every process of a group, [size, ..]; no derivative. x is contiguous."""
+    gathered = x.new_empty((group_size(group), *x.shape))
+    torch.distributed.all_gather_into_tensor(gathered.flatten(0, 1) if x.dim() else gathered, x, group=group)
+    return gathered
+
+
 # ---- two streams
 class _Beside:
     """Runs launches on a second stream of x's device; on a CPU, at once."""
@@ -412,7 +461,13 @@ def operator(spec: Any) -> Callable[..., tuple]:
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         _register(spec)
         return getattr(torch.ops.openkda, spec.NAME)
+    if not _has_autograd(spec) or not torch.is_grad_enabled():
+        return functools.partial(spec.forward, _SELF)
     return functools.partial(_Direct.apply, spec)
+
+
+def _has_autograd(spec: Any) -> bool:
+    return hasattr(spec, "backward") or hasattr(spec, "NO_DERIVATIVE")
 
 
 class _Direct(torch.autograd.Function):
@@ -440,15 +495,9 @@ def _register(spec: Any) -> bool:
     name = f"openkda::{spec.NAME}"
 
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    if not _has_autograd(spec):
-        return functools.partial(spec.forward, _SELF)
         tensors, ctx.others = spec.keep(inputs, output)
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-def _has_autograd(spec: Any) -> bool:
-    return hasattr(spec, "backward") or hasattr(spec, "NO_DERIVATIVE")
-
-
 
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         return spec.backward(_SELF, ctx.saved_tensors, ctx.others, ctx.needs_input_grad, *grads)

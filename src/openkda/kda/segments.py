@@ -1,35 +1,40 @@
-"""How a call passes through the stages: whole, or in a few segments that take the workspaces in turn.
+"""How a call passes through the stages: whole, or in a few segments and parts that take memory in turn.
 
-A segment is a run of batch rows, or of tokens of the only row. Segments in time hand the fp32 state on, forward, and
-its gradient, backward; they start at multiples of the chunks that share a checkpoint, so the chunks are the same as
-without. Packed and batch-invariant calls are never split.
+A segment is a run of tokens of the only sequence of a call. Segments hand the fp32 state on, forward, and its
+gradient, backward; they start at multiples of the chunks that share a checkpoint, so chunks are the same as without.
+Where the serial scans leave most of a GPU idle (few heads), the other stages work on the next segment meanwhile; two of
+four segments then have workspaces at any time. Packed and batch-invariant calls, and those of more than one sequence,
+are one segment.
+
+The gradient stage, which needs most memory, takes a segment in parts: runs of chunks, whatever sequence they are of.
 
 Why (K = V = 128, bf16, bytes a token and head): the backward needs 0.9 KB for what is kept, o and dO, 1 KB for the
-gradients, and up to 2.6 KB of workspaces, which two segments halve. Where the scans leave most of a GPU idle, the
-other stages work on the next segment meanwhile; two of four segments then have workspaces at any time. More segments
-cost time: on H200 at T 8192 and 32 heads, forward + backward takes 4% longer in two, 7% in four.
+gradients, and 1 KB for states and their gradients. All other workspaces of it, 2.2 KB, find room in the memory of
+gradients that are not written yet and in 0.3 KB besides if the gradient stage has four parts, in 1.1 KB if it has one.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from openkda.kda.kernels.tables import CHUNK, GROUP, Layout
+from openkda.kda.kernels.tables import CHUNK, GROUP, Layout, dense_layout
 
 # Tokens x value heads of a segment, at least: 2048 chunks of one head, 15 for every multiprocessor of an H200.
 WORK = 131072
-# Sequences x value heads that fill a GPU in the serial scans, two programs each: fewer are not taken apart.
-FULL = 66
-# Up to so many, the scans leave two thirds of a GPU to the other stages.
+# Sequences x value heads up to which the scans leave two thirds of a GPU to the other stages.
 FEW = 22
+SEGMENTS = 4
+# Chunks x value heads of a part, at least; and parts of a segment, at most.
+PART_WORK = 512
+PARTS = 4
 
 
 class Segment(NamedTuple):
-    batch: slice
     tokens: slice
     first_chunk: int  # in the tensors that are kept for the whole call
-    index: int  # in time
-    last: bool  # in time
+    index: int
+    last: bool
 
     def chunks(self, layout: Layout) -> slice:
         return slice(self.first_chunk, self.first_chunk + layout.num_chunks)
@@ -39,16 +44,19 @@ class Segment(NamedTuple):
         return slice(first, first + layout.num_checkpoints)
 
     def state_before(self, initial_state: Any | None, starts: Any) -> Any | None:
-        """Where the state before this segment is; starts holds those before all segments in time but the first."""
-        if self.index > 0:
-            return starts[self.index - 1]
-        return None if initial_state is None else initial_state[self.batch]
+        """Where the state before this segment is; starts holds those before all segments but the first."""
+        return starts[self.index - 1] if self.index > 0 else initial_state
 
     def state_after(self, final_state: Any | None, starts: Any) -> Any | None:
         """Where the state after this segment goes; None if nobody wants it."""
-        if not self.last:
-            return starts[self.index]
-        return None if final_state is None else final_state[self.batch]
+        return final_state if self.last else starts[self.index]
+
+
+class Part(NamedTuple):
+    batch: slice
+    tokens: slice
+    chunks: slice  # in the workspaces of the segment
+    layout: Layout
 
 
 def overlaps(B: int, HV: int) -> bool:
@@ -56,39 +64,56 @@ def overlaps(B: int, HV: int) -> bool:
     return B * HV <= FEW
 
 
-def _in_time(B: int, packed: bool, batch_invariant: bool) -> bool:
-    return not packed and not batch_invariant and B == 1
-
-
-def _count(HV: int) -> int:
-    return 4 if overlaps(1, HV) else 2
-
-
 def _least(HV: int) -> int:
-    """Tokens of a segment in time, at least."""
+    """Tokens of a segment, at least."""
     unit = CHUNK * GROUP
     return -(-WORK // (HV * unit)) * unit
 
 
 def num_starts(B: int, T: int, HV: int, *, packed: bool, batch_invariant: bool) -> int:
-    """Room for the states between segments in time. T may be a symbol, of which one comparison is made."""
-    if not _in_time(B, packed, batch_invariant) or T <= _least(HV):
+    """Room for the states between segments. T may be a symbol, of which one comparison is made."""
+    if packed or batch_invariant or B != 1 or not overlaps(B, HV) or T <= _least(HV):
         return 0
-    return _count(HV) - 1
+    return SEGMENTS - 1
 
 
 def split(B: int, T: int, HV: int, *, packed: bool, batch_invariant: bool) -> list[Segment]:
     """The segments of a call, in order."""
-    everything = slice(None)
-    if _in_time(B, packed, batch_invariant):
-        unit = CHUNK * GROUP
-        step = max(-(-T // (_count(HV) * unit)) * unit, _least(HV))
-        begins = range(0, max(T, 1), step)
+    if num_starts(B, T, HV, packed=packed, batch_invariant=batch_invariant) == 0:
+        return [Segment(slice(0, T), 0, 0, True)]
+    unit = CHUNK * GROUP
+    step = max(-(-T // (SEGMENTS * unit)) * unit, _least(HV))
+    begins = range(0, T, step)
+    return [Segment(slice(t, min(t + step, T)), t // CHUNK, i, t + step >= T) for i, t in enumerate(begins)]
+
+
+def parts_of(s: Segment, layout: Layout, H: int, HV: int) -> list[Part]:
+    """The parts of a segment, in order, at least one; layout: of the segment.
+
+    A packed call with grouped heads has one: the sums over groups go over all tokens at a time.
+    """
+    everything, NC = slice(None), layout.num_chunks
+    count = min(max(NC * HV // PART_WORK, 1), PARTS)
+    if NC == 0 or (layout.packed and H != HV):
+        return [Part(everything, s.tokens, everything, layout)]
+    if layout.packed:
+        step = max(-(-NC // count), 1)
+        runs = [slice(c, min(c + step, NC)) for c in range(0, NC, step)]
         return [
-            Segment(everything, slice(t, min(t + step, T)), t // CHUNK, i, t + step >= T) for i, t in enumerate(begins)
+            Part(everything, s.tokens, run, replace(layout, num_chunks=run.stop - run.start, chunks=layout.chunks[run]))
+            for run in runs
         ]
-    rows = max(B, 1)
-    if not packed and not batch_invariant and T > 0:
-        rows = min(rows, max(-(-B // 2), -(-FULL // HV), -(-WORK // (T * HV))))
-    per_row = -(-T // CHUNK)
-    return [Segment(slice(b, min(b + rows, B)), everything, b * per_row, 0, True) for b in range(0, max(B, 1), rows)]
+    if layout.B > 1:
+        step, per = -(-layout.B // count), layout.chunks_per_sequence
+        rows = [slice(b, min(b + step, layout.B)) for b in range(0, layout.B, step)]
+        return [
+            Part(row, s.tokens, slice(row.start * per, row.stop * per), dense_layout(row.stop - row.start, layout.T))
+            for row in rows
+        ]
+    step = max(-(-NC // count), 1) * CHUNK
+    parts = []
+    for t in range(0, layout.T, step):
+        part = dense_layout(layout.B, min(step, layout.T - t))
+        chunks = slice(t // CHUNK, t // CHUNK + part.num_chunks)
+        parts.append(Part(everything, slice(s.tokens.start + t, s.tokens.start + t + part.T), chunks, part))
+    return parts

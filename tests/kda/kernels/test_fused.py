@@ -15,14 +15,16 @@ PACKED = [0, 0, 64, 64, 65, 130]
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
-    """Memory that nobody has written holds NaN, so reading it shows."""
+    """Memory that nobody has written holds NaN, workspaces too, so reading it shows."""
     from openkda.frameworks import torch as fw
 
     unwritten = fw.empty
 
     def poisoned(*args, **kwargs):
         x = unwritten(*args, **kwargs)
-        return x.fill_(float("nan")) if x.is_floating_point() and not torch.compiler.is_compiling() else x
+        if torch.compiler.is_compiling():
+            return x
+        return x.fill_(255 if x.dtype == torch.uint8 else float("nan"))  # a float of bytes 255 is a NaN
 
     monkeypatch.setattr(fw, "empty", poisoned)
 
@@ -88,16 +90,29 @@ def test_fused_reads_strided_inputs(device):
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-@pytest.mark.parametrize("B", [1, 2], ids=["in_time", "in_batch"])
-def test_fused_in_segments_matches_fp64(B, monkeypatch, device):
-    from openkda.kda import segments
+@pytest.fixture
+def in_pieces(monkeypatch):
+    """Segments and parts that are as small as can be."""
+    from openkda.kda import fused, segments
 
-    monkeypatch.setattr(segments, "WORK", 1)
-    monkeypatch.setattr(segments, "FULL", 1)
-    shape = {"B": B, "T": 300 if B == 1 else 20, "H": 1, "K": 16, "gate": "bounded"}
-    inputs = testing.make_inputs(**shape, dtype="float32", device=device, **FUSED)
-    assert len(segments.split(B, inputs.q.shape[1], 1, packed=False, batch_invariant=False)) == 2
+    for name in ("WORK", "PART_WORK"):
+        monkeypatch.setattr(segments, name, 1)
+    fused.forget_plans()
+    yield segments
+    fused.forget_plans()
+
+
+def test_fused_in_segments_matches_fp64(in_pieces, device):
+    inputs = testing.make_inputs(T=300, H=1, K=16, gate="bounded", dtype="float32", device=device, **FUSED)
+    assert len(in_pieces.split(1, 300, 1, packed=False, batch_invariant=False)) == 2
     judge(inputs)
+
+
+@pytest.mark.parametrize("offsets", [None, [0, 3, 3, 70, 140]], ids=["batch", "packed"])
+def test_fused_gradients_in_parts_match_fp64(offsets, in_pieces, device):
+    shape = {"B": 2, "T": 20} if offsets is None else {"T": 140, "cu_seqlens": offsets}
+    heads = {"H": 1, "HV": 2} if offsets is None else {"H": 2}
+    judge(testing.make_inputs(**shape, **heads, K=16, gate="softplus", dtype="float32", device=device, **FUSED))
 
 
 def test_save_intermediates_stays_in_the_budget(device):

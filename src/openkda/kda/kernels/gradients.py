@@ -37,6 +37,7 @@ from openkda import frameworks
 from openkda.kda.kernels import gradients_values, tuning
 from openkda.kda.kernels.common import Activations, locate_chunk
 from openkda.kda.kernels.gradients_keys import SCRATCH, _keys_bwd_kernel
+from openkda.kda.kernels.launch import launch
 from openkda.kda.kernels.tables import CHUNK, Layout
 
 
@@ -67,6 +68,30 @@ def _group_sum_kernel(x, y, numel, K: tl.constexpr, GROUP: tl.constexpr, BLOCK: 
     tl.store(y + at, total.to(y.dtype.element_ty), mask=at < numel)
 
 
+@triton.jit(do_not_specialize=["NC", "HV"])
+def _sum_over_chunks_kernel(
+    x, y, NC, HV, N: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr, ADD: tl.constexpr
+):  # fmt: skip
+    """y [HV, N] (ONE: [HV], over N too) = sum over chunks of x [NC, HV, N]: 64 at a time, then one after the other."""
+    BLOCKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
+    i_h = tl.program_id(0) // BLOCKS
+    o_n = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, NC, 64):
+        o_c = first + tl.arange(0, 64)[:, None]
+        at = x + (o_c.to(tl.int64) * HV + i_h) * N + o_n[None, :]
+        total += tl.sum(tl.load(at, mask=(o_c < NC) & (o_n < N)[None, :], other=0.0), 0)
+    if ONE:
+        all_n = tl.sum(total, 0)
+        if ADD:
+            all_n += tl.load(y + i_h)
+        tl.store(y + i_h, all_n)
+    else:
+        if ADD:
+            total += tl.load(y + i_h * N + o_n, mask=o_n < N, other=0.0)
+        tl.store(y + i_h * N + o_n, total, mask=o_n < N)
+
+
 # ---- launcher
 def _numel(x: Any) -> int:
     count = 1
@@ -78,7 +103,8 @@ def _numel(x: Any) -> int:
 def gradients_bwd(
     *, q: Any, k: Any, v: Any, g: Any, beta: Any, do: Any, a: Any, aqk: Any, qg: Any, v_new: Any, dv_new: Any,
     states: Any, dstates: Any, norms: Any, dq: Any, dk: Any, dv: Any, dg: Any, dbeta: Any, act: Activations,
-    layout: Layout, tile: dict | None = None,
+    layout: Layout, sums: dict[str, Any] | None = None, add: bool = False, keys: bool = True,
+    tile: dict | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Gradients of all token inputs, from the workspaces that the scans of the backward left.
 
@@ -89,7 +115,10 @@ def gradients_bwd(
             last token hold zeros.
         dq, dk, dv, dg, dbeta: Written, shaped like their inputs, contiguous within a batch row; rows behind the last
             offset hold nothing of use.
-    Returns: {"A_log": fp32 [HV], "dt_bias": fp32 [HV, K]}, gradients of the gate's parameters; None without a gate.
+        sums: Gradients of the gate's parameters that are wanted, "A_log" fp32 [HV] and "dt_bias" fp32 [HV, K] or flat,
+            contiguous: written, or with `add` added to. None means all, in new tensors.
+        keys: False writes dv and, of a sigmoid, dbeta; nothing else.
+    Returns: sums; None for a parameter that is not in it.
     """
     fw = frameworks.of(q)
     (H, K), HV, NC = fw.shape(q)[2:], fw.shape(v)[2], layout.num_chunks
@@ -114,26 +143,43 @@ def gradients_bwd(
         v=v, beta=beta, do=do, a=a, aqk=aqk, qg=qg, v_new=v_new, dv_new=dv_new, states=states, dstates=dstates,
         norms=norms, work=work, dv=dv, dbeta=x_v, act=act, layout=layout, **t,
     )  # fmt: skip
+    if not keys:
+        return {}
     with fw.on_device(q):
         (q_b, q_t, q_h), (k_b, k_t, k_h), (g_b, g_t, g_h) = (fw.strides(i)[:3] for i in (q, k, g))
-        _keys_bwd_kernel[(grid,)](
-            q, k, g, *work.values(), act.A_log, act.dt_bias, dq_heads, dk_heads, dg, k_dk, dA, dbias,
-            tiles, words, fp32, layout.chunks, items, layout.T, float(act.scale), float(act.lower_bound or 0.0),
+        launch(
+            _keys_bwd_kernel, grid, q, k, g, *work.values(), act.A_log, act.dt_bias, dq_heads, dk_heads, dg, k_dk, dA,
+            dbias, tiles, words, fp32, layout.chunks, items, layout.T, float(act.scale), float(act.lower_bound or 0.0),
             q_b, q_h, k_b, k_h, g_b, g_h, int(fw.strides(dg)[0]), Q_T=q_t, K_T=k_t, G_T=g_t, KC=KC, GATE=act.gate,
             **flags, **warps, num_stages=1,
         )  # fmt: skip
         if not act.beta_sigmoid:
-            _beta_bwd_kernel[(NC * HV,)](
-                x_v, k_dk, dbeta, layout.chunks, layout.T, int(fw.strides(dbeta)[0]), HV=HV, SLICES=slices,
-                PACKED=layout.packed,
+            launch(
+                _beta_bwd_kernel, NC * HV, x_v, k_dk, dbeta, layout.chunks, layout.T, int(fw.strides(dbeta)[0]), HV=HV,
+                SLICES=slices, PACKED=layout.packed,
             )  # fmt: skip
         if H != HV:
             for per_head, total in ((dq_heads, dq), (dk_heads, dk)):
                 numel = _numel(total)
-                _group_sum_kernel[(-(-numel // 1024),)](per_head, total, numel, K=K, GROUP=HV // H, BLOCK=1024)
-    if act.gate == "none":
-        return {"A_log": None, "dt_bias": None}
-    return {"A_log": fw.sum(dA, (0, 2)), "dt_bias": fw.sum(dbias, 0)}
+                launch(_group_sum_kernel, -(-numel // 1024), per_head, total, numel, K=K, GROUP=HV // H, BLOCK=1024)
+    partials = {"A_log": dA, "dt_bias": dbias}
+    if sums is None:
+        sizes = {"A_log": (HV,), "dt_bias": (HV, K)} if act.gate != "none" else {}
+        sums = {n: fw.empty(size, like=a, dtype="float32") for n, size in sizes.items()}
+    for name, total in sums.items():
+        _sum_over_chunks(partials[name], total, add=add, one=name == "A_log")
+    return {"A_log": None, "dt_bias": None} | sums
+
+
+def _sum_over_chunks(partials: Any, total: Any, *, add: bool, one: bool) -> None:
+    """partials [NC, HV, N] -> total [HV, N], or [HV] if all N shall be one sum; add: to what is there."""
+    fw = frameworks.of(partials)
+    NC, HV, N = fw.shape(partials)
+    block = triton.next_power_of_2(N) if one else 32
+    with fw.on_device(partials):
+        launch(
+            _sum_over_chunks_kernel, HV * -(-N // block), partials, total, NC, HV, N=N, BLOCK=block, ONE=one, ADD=add
+        )
 
 
 def _settings(q: Any, v: Any, act: Activations, layout: Layout, tile: dict | None) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from openkda import frameworks
 from openkda.kda.kernels import tuning
 from openkda.kda.kernels.common import Activations, locate_chunk, sigmoid
 from openkda.kda.kernels.gradients_keys import _pack64
+from openkda.kda.kernels.launch import launch
 from openkda.kda.kernels.tables import CHUNK, Layout
 
 RESULTS = ("dqg", "dxs", "dkg", "ends", "w_q", "w_k", "pairs", "row_norms", "row_beta")
@@ -172,7 +173,8 @@ def values_bwd(
     x = fw.empty((NC, HV, CHUNK, V), like=a)
     results = (work[n] if n in work else None for n in RESULTS)
     with fw.on_device(a):
-        _values_bwd_kernel[(NC * HV,)](
+        launch(
+            _values_bwd_kernel, NC * HV,
             v, beta, do, a, aqk, qg, v_new, dv_new, states, dstates, norms, x, *results, dv, dbeta, layout.chunks,
             layout.T, float(act.scale), float(act.beta_scale),
             *(int(s) for i in (v, beta, do) for s in fw.strides(i)[:3]), int(fw.strides(dv)[0]),

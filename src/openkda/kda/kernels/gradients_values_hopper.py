@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from openkda import frameworks
+from openkda.kda.kernels.launch import launch
 from openkda.kda.kernels.scan_hopper import C, D, _token_tiles, _workspace, as_matrix
 from openkda.kda.kernels.tables import CHUNK, Layout
 
@@ -309,7 +310,8 @@ def values_bwd(
     fw = frameworks.of(a)
     NC, HV = (int(n) for n in a.shape[:2])
     with fw.on_device(a):
-        _values_bwd_hopper_kernel[(min(NC * HV, PROGRAMS),)](
+        launch(
+            _values_bwd_hopper_kernel, min(NC * HV, PROGRAMS),
             _workspace(a, CHUNK), _workspace(dv_new, 128), _token_tiles(as_matrix(v), 128),
             _workspace(v_new, 128), _token_tiles(as_matrix(do), 128), _workspace(aqk, CHUNK),
             _workspace(dstates, 128, 128), _workspace(states, 128, 128), _workspace(qg, 128),

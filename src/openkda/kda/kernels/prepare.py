@@ -45,6 +45,7 @@ from openkda.kda.kernels.common import (
     sigmoid,
     to_operand,
 )
+from openkda.kda.kernels.launch import launch
 from openkda.kda.kernels.tables import CHUNK, Layout
 
 
@@ -441,7 +442,8 @@ def prepare_fwd(
     HV, K = int(v.shape[2]), int(q.shape[3])
     blocks = fw.empty((layout.num_chunks, HV, 3, 4, K), like=decay)
     with fw.on_device(q):
-        _prepare_fwd_kernel[(layout.num_chunks * HV,)](
+        launch(
+            _prepare_fwd_kernel, layout.num_chunks * HV,
             q, k, v, g, beta, act.A_log, act.dt_bias, w, u, kg, qg, aqk, a, decay, norms, blocks, layout.chunks,
             layout.T, HV, HV // int(q.shape[2]), float(act.scale), float(act.lower_bound or 0.0), float(act.beta_scale),
             *_token_strides(q, k, v, g, beta), **_settings("prepare_fwd", q, v, act, layout, tile),
@@ -466,7 +468,8 @@ def recompute_fwd(
         )  # fmt: skip
         return
     with fw.on_device(q):
-        _recompute_fwd_kernel[(layout.num_chunks * HV,)](
+        launch(
+            _recompute_fwd_kernel, layout.num_chunks * HV,
             q, k, v, g, beta, act.A_log, act.dt_bias, a, w, u, kg, qg, decay, norms, layout.chunks,
             layout.T, HV, HV // int(q.shape[2]), float(act.scale), float(act.lower_bound or 0.0), float(act.beta_scale),
             *_token_strides(q, k, v, g, beta), **_settings("recompute_fwd", q, v, act, layout, tile),

@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from openkda import frameworks
 from openkda.kda.kernels.gradients_values_hopper import _place
+from openkda.kda.kernels.launch import launch
 from openkda.kda.kernels.scan_hopper import C, D, _token_tiles, _workspace, as_matrix
 from openkda.kda.kernels.tables import CHUNK, Layout
 
@@ -245,7 +246,8 @@ def recompute_fwd(
     fw = frameworks.of(a)
     NC, HV = (int(n) for n in a.shape[:2])
     with fw.on_device(a):
-        _recompute_fwd_hopper_kernel[(min(NC * HV, PROGRAMS),)](
+        launch(
+            _recompute_fwd_hopper_kernel, min(NC * HV, PROGRAMS),
             *(_token_tiles(x, 128) for x in (q, k, v, g)), _workspace(a, CHUNK),
             *(_workspace(x, 128) for x in (w, u, kg, qg)), beta, act.A_log, act.dt_bias, decay, norms, layout.chunks,
             NC * HV, layout.T, HV, HV // int(q.shape[2]), float(act.scale), float(act.lower_bound or 0.0),

@@ -34,6 +34,7 @@ import triton.language as tl
 
 from openkda import frameworks
 from openkda.kda.kernels import tuning
+from openkda.kda.kernels.launch import launch
 from openkda.kda.kernels.tables import CHUNK, GROUP, Layout
 
 
@@ -319,7 +320,8 @@ def scan_fwd(
     TMA, BK, BV = t["TMA"], t["BK"], t["BV"]
     fw = frameworks.of(w)
     with fw.on_device(w):
-        _scan_fwd_kernel[(layout.N * HV * -(-V // BV),)](
+        launch(
+            _scan_fwd_kernel, layout.N * HV * -(-V // BV),
             _matrix(w, CHUNK, BK, TMA), _matrix(u, CHUNK, BV, TMA), _matrix(kg, CHUNK, BK, TMA),
             _matrix(qg, CHUNK, BK, TMA), _matrix(aqk, CHUNK, CHUNK, TMA), decay, initial_state, o, final_state,
             checkpoints, layout.cu_seqlens, layout.T, HV, *fw.strides(o)[:3],
@@ -343,7 +345,8 @@ def rescan_fwd(
     t = _tile("rescan_fwd", w, K=K, V=V, work=work, batch_invariant=batch_invariant, tile=tile)
     TMA, BK, BV = t["TMA"], t["BK"], t["BV"]
     with frameworks.of(w).on_device(w):
-        _rescan_fwd_kernel[(work * -(-V // BV),)](
+        launch(
+            _rescan_fwd_kernel, work * -(-V // BV),
             _matrix(w, CHUNK, BK, TMA), _matrix(u, CHUNK, BV, TMA), _matrix(kg, CHUNK, BK, TMA), decay, initial_state,
             checkpoints, _matrix(states, BK, BV, TMA), _matrix(v_new, CHUNK, BV, TMA), layout.groups,
             HV, -(-layout.chunks_per_sequence // GROUP), layout.chunks_per_sequence,
@@ -378,7 +381,8 @@ def reverse_scan_bwd(
     TMA, BK, BV = t["TMA"], t["BK"], t["BV"]
     fw = frameworks.of(w)
     with fw.on_device(w):
-        _reverse_scan_bwd_kernel[(layout.N * HV * -(-V // BV),)](
+        launch(
+            _reverse_scan_bwd_kernel, layout.N * HV * -(-V // BV),
             _matrix(w, CHUNK, BK, TMA), _matrix(kg, CHUNK, BK, TMA), _matrix(qg, CHUNK, BK, TMA),
             _matrix(aqk, CHUNK, CHUNK, TMA), decay, do, dfinal_state, _matrix(dv_new, CHUNK, BV, TMA),
             _matrix(dstates, BK, BV, TMA), dinitial_state, layout.cu_seqlens,

@@ -44,6 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from openkda import frameworks
+from openkda.kda.kernels.launch import launch
 from openkda.kda.kernels.tables import CHUNK, GROUP, Layout
 
 C = gl.constexpr(64)
@@ -456,7 +457,8 @@ def scan_fwd(
     HV = int(w.shape[1])
     kept = checkpoints is not None and int(checkpoints.shape[0]) > 0
     with frameworks.of(w).on_device(w):
-        _scan_fwd_hopper_kernel[(layout.N * HV * (128 // BV),)](
+        launch(
+            _scan_fwd_hopper_kernel, layout.N * HV * (128 // BV),
             _workspace(w, 128), _workspace(u, BV), _workspace(kg, 128), _decay(decay), _workspace(qg, 128),
             _workspace(aqk, CHUNK), _token_tiles(o, BV), _workspace(checkpoints if kept else w, BV, 128),
             initial_state, o, final_state, layout.cu_seqlens, layout.T, HV, BV=BV, RING=RING, M=GROUP,
@@ -472,7 +474,8 @@ def reverse_scan_bwd(
     """As `scan.reverse_scan_bwd`, for what `takes` accepts."""
     HV = int(w.shape[1])
     with frameworks.of(w).on_device(w):
-        _reverse_scan_bwd_hopper_kernel[(layout.N * HV * (128 // BV),)](
+        launch(
+            _reverse_scan_bwd_hopper_kernel, layout.N * HV * (128 // BV),
             _workspace(w, 128), _workspace(kg, 128), _workspace(qg, 128), _workspace(aqk, CHUNK), _decay(decay),
             _token_tiles(as_matrix(do), BV), _workspace(dv_new, BV), _workspace(dstates, BV, 128),
             dfinal_state, dinitial_state, layout.cu_seqlens, layout.T, HV, BV=BV, RING=RING,

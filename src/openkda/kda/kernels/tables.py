@@ -32,6 +32,7 @@ import triton
 import triton.language as tl
 
 from openkda import frameworks
+from openkda.kda.kernels.launch import launch
 
 CHUNK = 64  # C, tokens in a chunk: the size for which maths.md counts flops and bytes
 GROUP = 4  # m, chunks in a group: bf16 checkpoints then take 128 bytes a token and head (K = V = 128)
@@ -104,6 +105,13 @@ def _tables_kernel(
     tl.store(p_group + 3, group, mask=at < num_groups)
 
 
+def dense_layout(B: int, T: int, *, chunk_size: int = CHUNK, group: int = GROUP) -> Layout:
+    """The layout of B sequences of T tokens each."""
+    per_sequence = -(-T // chunk_size)
+    chunks = B * per_sequence
+    return Layout(B, T, B, chunks, B * -(-per_sequence // group), chunks // group, per_sequence, None, None, None)
+
+
 def make_layout(x: Any, cu_seqlens: Any | None, *, chunk_size: int = CHUNK, group: int = GROUP) -> Layout:
     """The layout of x [B, T, ..]; with offsets, one launch and no host synchronisation.
 
@@ -111,9 +119,7 @@ def make_layout(x: Any, cu_seqlens: Any | None, *, chunk_size: int = CHUNK, grou
     """
     B, T = int(x.shape[0]), int(x.shape[1])
     if cu_seqlens is None:
-        per_sequence = -(-T // chunk_size)
-        chunks = B * per_sequence
-        return Layout(B, T, B, chunks, B * -(-per_sequence // group), chunks // group, per_sequence, None, None, None)
+        return dense_layout(B, T, chunk_size=chunk_size, group=group)
     fw = frameworks.of(cu_seqlens)
     N = int(cu_seqlens.shape[0]) - 1
     num_chunks = T // chunk_size + N
@@ -123,8 +129,9 @@ def make_layout(x: Any, cu_seqlens: Any | None, *, chunk_size: int = CHUNK, grou
     if N > 0:
         block = 128
         with fw.on_device(cu_seqlens):
-            _tables_kernel[(-(-num_groups // block) if num_groups > num_chunks else -(-num_chunks // block),)](
-                cu_seqlens, chunks, groups, N, num_chunks, num_groups, C=chunk_size, M=group,
+            launch(
+                _tables_kernel, -(-max(num_groups, num_chunks) // block), cu_seqlens, chunks, groups,
+                N, num_chunks, num_groups, C=chunk_size, M=group,
                 STEPS=max(N - 1, 1).bit_length() + 1, BLOCK=block,
             )  # fmt: skip
     return Layout(B, T, N, num_chunks, num_groups, num_chunks // group, 0, cu_seqlens, chunks, groups)
@@ -151,6 +158,13 @@ def zero_tail(x: Any, layout: Layout) -> None:
     fw = frameworks.of(x)
     block = 2048
     with fw.on_device(x):
-        _zero_tail_kernel[(min(-(-numel // block), 1024),)](
-            x, layout.cu_seqlens, layout.N, numel, ROW=numel // layout.T, BLOCK=block
+        launch(
+            _zero_tail_kernel,
+            min(-(-numel // block), 1024),
+            x,
+            layout.cu_seqlens,
+            layout.N,
+            numel,
+            ROW=numel // layout.T,
+            BLOCK=block,
         )
