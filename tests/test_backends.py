@@ -73,8 +73,8 @@ def test_every_backend_takes_batch_invariant(backend):
     assert o.shape == X.shape
 
 
-def test_chunk_kda_refuses_a_context_that_it_would_ignore():
-    with pytest.raises(NotImplementedError, match=r"^chunk_kda: cp_context must be None, got object"):
+def test_chunk_kda_refuses_a_context_that_is_none():
+    with pytest.raises(TypeError, match=r"^chunk_kda: cp_context must come from build_cp_context, got object"):
         chunk_kda(X, X, X, GATE, BETA, cp_context=object())
 
 

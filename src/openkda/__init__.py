@@ -22,6 +22,7 @@ _HOME = {
     "recurrent_kda": "openkda.kda.recurrent",
     "kda_gate": "openkda.kda.gate",
     "kda_gate_cumsum": "openkda.kda.gate",
+    "build_cp_context": "openkda.parallel.context",
     "explain": "openkda.backends",
     "l2norm": "openkda.norm",
     "rms_norm_gated": "openkda.norm",
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from openkda.packing import prepare_cu_seqlens_from_mask as prepare_cu_seqlens_from_mask
     from openkda.packing import prepare_lens_from_mask as prepare_lens_from_mask
     from openkda.packing import tensor_cache as tensor_cache
+    from openkda.parallel.context import build_cp_context as build_cp_context
 
 
 def _layers() -> str:

@@ -114,12 +114,12 @@ def cu_seqlens(op: str, cu: Any, *, batch: int, tokens: int) -> int:
     if batch != 1:
         bad_value(op, "batch size", "be 1 with cu_seqlens", batch, "fold the batch into the token axis: [1, B*T, ..]")
     if values_wanted():
-        _offset_values(op, cu, tokens)
+        offset_values(op, frameworks.of(cu).to_list(cu), tokens)
     return n
 
 
-def _offset_values(op: str, cu: Any, tokens: int) -> None:
-    offsets = frameworks.of(cu).to_list(cu)
+def offset_values(op: str, offsets: Sequence[int], tokens: int) -> None:
+    """The packed contract of offsets that are on the host."""
     if offsets[0] != 0:
         bad_value(op, "cu_seqlens", "start at 0", offsets[0])
     for n, (a, b) in enumerate(itertools.pairwise(offsets)):

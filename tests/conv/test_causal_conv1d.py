@@ -306,8 +306,8 @@ BAD = {
     ),
     "device": (ValueError, r"weight must be on x's device cpu, got meta", {"weight": WEIGHT.to("meta")}),
     "context": (
-        NotImplementedError,
-        r"causal_conv1d: cp_context must be None, got object; context parallelism is not implemented yet",
+        TypeError,
+        r"causal_conv1d: cp_context must come from build_cp_context, got object",
         {"cp_context": object()},
     ),
     "backend": (

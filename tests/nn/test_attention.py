@@ -490,6 +490,6 @@ def test_cache_needs_a_layer_index():
         make(layer_idx=None)(X, cache=KDACache())
 
 
-def test_context_parallel_is_refused_by_name():
-    with pytest.raises(NotImplementedError, match="cp_context must be None, got object"):
+def test_context_parallel_wants_a_context():
+    with pytest.raises(TypeError, match="cp_context must come from build_cp_context, got object"):
         make()(X, cp_context=object())

@@ -46,7 +46,7 @@ def test_short_convolution_starts_like_conv1d_and_survives_a_meta_build():
 def test_short_convolution_passes_messages_on():
     with pytest.raises(ValueError, match=r"causal_conv1d: weight must have shape \[C, W\] = \[8, 4\], got \[6, 4\]"):
         ShortConvolution(6, 4)(torch.zeros(1, 5, 8))
-    with pytest.raises(NotImplementedError, match="cp_context must be None"):
+    with pytest.raises(TypeError, match="cp_context must come from build_cp_context, got object"):
         ShortConvolution(6, 4)(torch.zeros(1, 5, 6), cp_context=object())
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from openkda import backends, checks, frameworks
-from openkda.conv import eager, reference
+from openkda.conv import context_parallel, eager, reference
+from openkda.parallel.context import check_context
 
 _OP = "causal_conv1d"
 AVAILABLE = {_OP: {"eager": eager.causal_conv1d, "reference": reference.causal_conv1d}}  # best first
@@ -39,33 +41,40 @@ def causal_conv1d(
             theirs are these with one older input in front.
         cu_seqlens: int32 or int64 `[N+1]` token offsets of packed sequences (B = 1). An empty sequence passes its
             state through bitwise; after the last offset y is 0 and nothing, NaN included, affects anything.
-        cp_context: Context parallelism; not implemented yet.
+        cp_context: From `build_cp_context`: the row is spread over ranks and x is this rank's. cu_seqlens is then
+            None; initial and final states are of all N sequences, the same on every rank.
         backend: "auto", "eager" or "reference".
     Returns: y shaped like x and in its dtype; the final state `[N, C, W-1]` in the dtype of x, or None.
     Raises: TypeError for a wrong kind or dtype; ValueError for a wrong shape, an unknown activation, or B > 1 with
-        cu_seqlens; NotImplementedError for a cp_context; BackendUnavailable for a backend that cannot run.
+        cu_seqlens; BackendUnavailable for a backend that cannot run.
     Numerics: sums in fp32 (fp64 for fp64 inputs). A window is summed in the same order
         whether its sequence is alone, in a batch or packed.
     """
-    _check(x, weight, bias, activation, initial_state, output_final_state, cu_seqlens)
+    _check(x, weight, bias, activation, initial_state, output_final_state, cu_seqlens, cp_context)
+    run = AVAILABLE[_OP][backends.choose(_OP, backend, AVAILABLE[_OP], x)]
     if cp_context is not None:
-        raise NotImplementedError(
-            f"{_OP}: cp_context must be None, got {type(cp_context).__name__}; "
-            "context parallelism is not implemented yet"
-        )
-    return AVAILABLE[_OP][backends.choose(_OP, backend, AVAILABLE[_OP], x)](
+        run = functools.partial(context_parallel.causal_conv1d, run, cp_context)
+    else:
+        run = functools.partial(run, cu_seqlens=cu_seqlens)
+    return run(
         x,
         weight,
         bias,
         activation=activation,
         initial_state=initial_state,
         output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
     )
 
 
 def _check(
-    x: Any, weight: Any, bias: Any, activation: Any, initial_state: Any, output_final_state: Any, cu_seqlens: Any
+    x: Any,
+    weight: Any,
+    bias: Any,
+    activation: Any,
+    initial_state: Any,
+    output_final_state: Any,
+    cu_seqlens: Any,
+    cp_context: Any,
 ) -> None:
     checks.floating(_OP, "x", x)
     checks.rank(_OP, "x", x, "[B, T, C]")
@@ -83,9 +92,21 @@ def _check(
     if not isinstance(output_final_state, bool):
         checks.bad_type(_OP, "output_final_state", "be a bool", type(output_final_state).__name__)
     N = B if cu_seqlens is None else checks.cu_seqlens(_OP, cu_seqlens, batch=B, tokens=T)
+    if cp_context is not None:
+        N = _check_context_parallel(x, W, cu_seqlens, cp_context)
     if initial_state is not None:
         dtype = frameworks.of(x).dtype_name(x)
         checks.dtype(_OP, "initial_state", initial_state, (dtype,), "it holds inputs, so it follows x")
         hint = "it holds the last W-1 inputs of every sequence, oldest first; from a state of W columns drop the first"
         checks.shape(_OP, "initial_state", initial_state, (N, C, W - 1), "[N, C, W-1]", hint)
     checks.same_device(_OP, "x", x, weight=weight, bias=bias, initial_state=initial_state, cu_seqlens=cu_seqlens)
+
+
+def _check_context_parallel(x: Any, W: int, cu_seqlens: Any, cp_context: Any) -> int:
+    context = check_context(_OP, cp_context)
+    if cu_seqlens is not None:
+        checks.bad_value(_OP, "cu_seqlens", "be None with cp_context", list(cu_seqlens.shape), "cp_context has them")
+    if context.conv_width not in (None, W):
+        checks.bad_value(_OP, "weight", f"have the width W = {context.conv_width} of cp_context", W)
+    context.check(_OP, "x", x)
+    return context.num_sequences

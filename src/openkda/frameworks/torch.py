@@ -389,7 +389,9 @@ def group_rank(group: Any) -> int:
 def all_gather(x: Tensor, group: Any) -> Tensor:
     """x of every process of a group, [size, ..]; no derivative. x is contiguous."""
     gathered = x.new_empty((group_size(group), *x.shape))
-    torch.distributed.all_gather_into_tensor(gathered.flatten(0, 1) if x.dim() else gathered, x, group=group)
+    # torch 2.13 has a new name for it, and warns of the old one; 2.11 knows only that.
+    gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+    gather(gathered.flatten(0, 1) if x.dim() else gathered, x, group=group)
     return gathered
 
 

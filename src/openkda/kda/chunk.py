@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from openkda import backends
-from openkda.kda import eager, eager_invariant, reference
-from openkda.kda.contract import check_inputs, check_options, check_state
+from openkda.kda import context_parallel, eager, eager_invariant, reference
+from openkda.kda.contract import check_context_parallel, check_inputs, check_options, check_state
 
 
 def _fused(*tensors: Any, **options: Any) -> tuple[Any, Any | None]:
@@ -71,7 +72,8 @@ def chunk_kda(
             backends always keep all.
         batch_invariant: A sequence gives the same bits alone, in a batch, packed, and decoded by
             `recurrent_kda(batch_invariant=True)`. The eager path then computes every chunk alone, which is slower.
-        cp_context: Context parallelism; None here.
+        cp_context: From `build_cp_context`: the row is spread over ranks, and the token tensors `[1, T, ..]` are this
+            rank's. cu_seqlens is then None; initial and final states are of all N sequences, the same on every rank.
         backend: "auto", "triton", "eager" or "reference"; `openkda.explain(q)` says what "auto" chooses and why.
     Returns: (o `[B, T, HV, V]` in v's dtype, final states shaped like initial_state, or None).
     Raises: TypeError for a wrong kind or dtype; ValueError for a shape or value outside the above; BackendUnavailable
@@ -91,16 +93,17 @@ def chunk_kda(
     }
     extras = {"save_intermediates": save_intermediates, "batch_invariant": batch_invariant}
     check_options(op, g, scale=scale, cu_seqlens=cu_seqlens, **gate, **beta_options, **flags, **extras)
+    if cp_context is not None:
+        sizes = check_context_parallel(op, cp_context, q, sizes, cu_seqlens=cu_seqlens, batch_invariant=batch_invariant)
     if initial_state is not None:
         check_state(op, "initial_state", initial_state, q, sizes, v_first=state_v_first)
     chosen = backends.choose(op, backend, AVAILABLE[op], q)
-    if cp_context is not None:
-        got = type(cp_context).__name__
-        raise NotImplementedError(
-            f"{op}: cp_context must be None, got {got}; context parallelism is not implemented yet"
-        )
     kernels = extras if chosen == "triton" else {}
     run = eager_invariant.chunk_kda if batch_invariant and chosen == "eager" else AVAILABLE[op][chosen]
+    if cp_context is not None:
+        run = functools.partial(context_parallel.chunk_kda, run, cp_context)
+    else:
+        kernels["cu_seqlens"] = cu_seqlens
     return run(
         q,
         k,
@@ -109,7 +112,6 @@ def chunk_kda(
         beta,
         scale=scale,
         initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
         **gate,
         **beta_options,
         **flags,

@@ -4,11 +4,12 @@ accept.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from openkda import checks, frameworks
 from openkda.kda.gate import check_gate
+from openkda.parallel.context import check_context
 
 MAX_HEAD_DIM = 256
 
@@ -126,3 +127,16 @@ def check_state(op: str, name: str, state: Any, q: Any, sizes: Sizes, *, v_first
     axes = "[N, HV, V, K]" if v_first else "[N, HV, K, V]"
     checks.shape(op, name, state, (sizes.N, sizes.HV, *inner), axes)
     checks.same_device(op, "q", q, **{name: state})
+
+
+def check_context_parallel(
+    op: str, context: Any, q: Any, sizes: Sizes, *, cu_seqlens: Any | None, batch_invariant: bool
+) -> Sizes:
+    """The arguments that go with cp_context; returns the sizes with N of all ranks."""
+    context = check_context(op, context)
+    if cu_seqlens is not None:
+        checks.bad_value(op, "cu_seqlens", "be None with cp_context", list(cu_seqlens.shape), "cp_context has them")
+    if batch_invariant:
+        checks.bad_value(op, "batch_invariant", "be False with cp_context", True, "where a row is cut changes its sums")
+    context.check(op, "q", q)
+    return replace(sizes, N=context.num_sequences)

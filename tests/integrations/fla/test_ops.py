@@ -106,7 +106,7 @@ def test_fused_kda_gate_is_the_formula(inputs: Any, gate: Any):
     "error, text, options",
     [
         (NotImplementedError, "return_intermediate_states must be False", {"return_intermediate_states": True}),
-        (NotImplementedError, "cp_context must be None", {"cp_context": object()}),
+        (TypeError, "cp_context must come from build_cp_context", {"cp_context": object()}),
         (ValueError, "chunk_size must be one of 32, 64", {"chunk_size": 16}),
         (ValueError, r"lower_bound must be in \[-5, 0\) with safe_gate", {"safe_gate": True, **IN_KERNEL}),
         (ValueError, r"lower_bound must", {"lower_bound": -5.0}),

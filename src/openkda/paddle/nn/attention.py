@@ -194,7 +194,7 @@ class KimiDeltaAttention(nn.Layer):
         one_token_each = x.shape[0] * x.shape[1] <= sequences  # known from shapes alone
         options: dict[str, Any] = {}
         operator = recurrent_kda
-        if not (keep and one_token_each) or paddle.is_grad_enabled():
+        if cp_context is not None or not (keep and one_token_each) or paddle.is_grad_enabled():
             operator, options = chunk_kda, {"cp_context": cp_context}
         o, recurrent = operator(
             q,
