@@ -22,6 +22,37 @@ def values_wanted() -> bool:
     return os.environ.get("OPENKDA_CHECK", "0") == "1"
 
 
+class Passed:
+    """Calls that passed their checks, by all that checks look at: a call like one of them need not be checked again."""
+
+    LIMIT = 1024
+
+    def __init__(self) -> None:
+        self._keys: set[tuple] = set()
+
+    def key(self, x: Any, *others: Any) -> tuple | None:
+        """The key of a call, x a tensor; None for one that must be checked: values are wanted, a compiler traces it, or
+        an argument is of no kind that checks accept.
+        """
+        if values_wanted() or not frameworks.is_tensor(x):
+            return None
+        key = frameworks.of(x).call_key((x, *others))
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+    def __contains__(self, key: tuple | None) -> bool:
+        return key is not None and key in self._keys
+
+    def add(self, key: tuple | None) -> None:
+        if key is not None:
+            if len(self._keys) >= self.LIMIT:
+                self._keys.clear()
+            self._keys.add(key)
+
+
 def bad_value(op: str, name: str, rule: str, got: Any, hint: str = "") -> NoReturn:
     raise ValueError(f"{op}: {name} must {rule}, got {got}" + (f"; {hint}" if hint else ""))
 

@@ -11,7 +11,7 @@ from array import array
 import pytest
 import torch
 
-from openkda import chunk_kda, recurrent_kda
+from openkda import chunk_kda, recurrent_kda, testing
 from openkda.errors import BackendUnavailable
 
 B, T, H, HV, K, V = 1, 5, 2, 4, 8, 6
@@ -350,3 +350,21 @@ def test_recurrent_kda_takes_parameters_where_no_gradient_is_recorded():
     with torch.no_grad():
         o, _ = recurrent_kda(**arguments)
     assert not o.requires_grad
+
+
+def test_a_call_like_one_that_passed_is_still_checked_where_it_differs(monkeypatch):
+    inputs = testing.make_inputs(T=3, H=1, K=8, gate="softplus", dtype="float32")
+    call = inputs.kwargs | inputs.tensors
+    chunk_kda(**call)
+    with pytest.raises(TypeError, match="use_gate_in_kernel must be a bool, got int"):
+        chunk_kda(**call | {"use_gate_in_kernel": 1})
+    with pytest.raises(TypeError, match="scale must be a number, got bool"):
+        chunk_kda(**call | {"scale": True})
+    with pytest.raises(TypeError, match="v must have dtype"):
+        chunk_kda(**call | {"v": call["v"].double()})
+    ready = testing.make_inputs(T=3, H=1, K=8, gate="given", dtype="float32")
+    call = ready.kwargs | ready.tensors
+    chunk_kda(**call)
+    monkeypatch.setenv("OPENKDA_CHECK", "1")
+    with pytest.raises(ValueError, match="g must be <= 0 everywhere"):
+        chunk_kda(**call | {"g": -call["g"]})

@@ -58,6 +58,13 @@ def signature(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], str, int]:
     return tuple(x.shape), tuple(x.strides), dtype_name(x), address(x) % 16
 
 
+def call_key(values: Sequence[Any]) -> tuple | None:
+    """All that checks of these arguments may look at: shapes, dtypes and devices; of no tensors, types and values."""
+    return tuple(
+        (tuple(v.shape), dtype_name(v), device_name(v)) if isinstance(v, Tensor) else (type(v), v) for v in values
+    )
+
+
 def address(x: Tensor) -> int:
     return x.data_ptr() if x.size else 0
 

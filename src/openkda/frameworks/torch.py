@@ -45,6 +45,16 @@ def signature(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], str, int]:
     return x.shape, x.stride(), _NAMES[x.dtype], x.data_ptr() & 15
 
 
+def call_key(values: Sequence[Any]) -> tuple | None:
+    """All that checks of these arguments may look at: shapes, dtypes, devices; values of what is no tensor, with types.
+
+    None while a compiler traces, which checks once anyway.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    return tuple([(v.shape, v.dtype, v.device) if isinstance(v, Tensor) else (type(v), v) for v in values])
+
+
 def address(x: Tensor) -> int:
     return x.data_ptr()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from openkda import backends
+from openkda import backends, checks
 from openkda.kda import context_parallel, eager, eager_invariant, reference
 from openkda.kda.contract import check_context_parallel, check_inputs, check_options, check_state
 
@@ -15,6 +15,8 @@ def _fused(*tensors: Any, **options: Any) -> tuple[Any, Any | None]:
 
     return fused.chunk_kda(*tensors, **options)
 
+
+_passed = checks.Passed()
 
 # Best first.
 AVAILABLE = {"chunk_kda": {"eager": eager.chunk_kda, "triton": _fused, "reference": reference.chunk_kda}}
@@ -83,7 +85,6 @@ def chunk_kda(
     Source: Kimi Linear, arXiv 2510.26692; docs/maths.md derives the chunked form.
     """
     op = "chunk_kda"
-    sizes = check_inputs(op, q, k, v, g, beta, cu_seqlens)
     gate = {"use_gate_in_kernel": use_gate_in_kernel, "A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound}
     beta_options = {"use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel, "allow_neg_eigval": allow_neg_eigval}
     flags = {
@@ -92,11 +93,17 @@ def chunk_kda(
         "state_v_first": state_v_first,
     }
     extras = {"save_intermediates": save_intermediates, "batch_invariant": batch_invariant}
-    check_options(op, g, scale=scale, cu_seqlens=cu_seqlens, **gate, **beta_options, **flags, **extras)
-    if cp_context is not None:
-        sizes = check_context_parallel(op, cp_context, q, sizes, cu_seqlens=cu_seqlens, batch_invariant=batch_invariant)
-    if initial_state is not None:
-        check_state(op, "initial_state", initial_state, q, sizes, v_first=state_v_first)
+    options = {"scale": scale, "cu_seqlens": cu_seqlens, **gate, **beta_options, **flags, **extras}
+    key = None if cp_context is not None else _passed.key(q, k, v, g, beta, initial_state, *options.values())
+    if key not in _passed:
+        sizes = check_inputs(op, q, k, v, g, beta, cu_seqlens)
+        check_options(op, g, **options)
+        if cp_context is not None:
+            rank = {"cu_seqlens": cu_seqlens, "batch_invariant": batch_invariant}
+            sizes = check_context_parallel(op, cp_context, q, sizes, **rank)
+        if initial_state is not None:
+            check_state(op, "initial_state", initial_state, q, sizes, v_first=state_v_first)
+        _passed.add(key)
     chosen = backends.choose(op, backend, AVAILABLE[op], q)
     kernels = extras if chosen == "triton" else {}
     run = eager_invariant.chunk_kda if batch_invariant and chosen == "eager" else AVAILABLE[op][chosen]
