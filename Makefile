@@ -14,6 +14,7 @@ TRITON ?= triton==3.8.0
 # Tests use many small operators, for which a pool of threads costs more than it gives.
 TEST_THREADS ?= 1
 PYTEST_ARGS := -m pytest --durations=15
+KERNEL_TESTS := $(wildcard tests/*/kernels)
 PYTEST := OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
@@ -58,7 +59,7 @@ parity: setup  ## compare our Kimi Linear with that of transformers, on a small 
 test: setup  ## the tests, without the slow ones: core, kernels in the interpreter, Paddle
 	$(PYTEST) -m 'not slow and not interpreter'
 	@# Triton decides when it is imported whether kernels are interpreted, so they have a process of their own.
-	TRITON_INTERPRET=1 $(PYTEST) -m 'interpreter and not slow' tests/kda/kernels
+	TRITON_INTERPRET=1 $(PYTEST) -m 'interpreter and not slow' $(KERNEL_TESTS)
 	$(MAKE) test-paddle
 
 test-paddle: $(PADDLE_VENV)/.setup-done  ## the tests with PaddlePaddle, in .venv-paddle
@@ -70,7 +71,7 @@ test-gpu: setup  ## the kernels on this machine's GPU
 
 test-slow: setup  ## the slow tests
 	@# Exit status 5 says that no test was chosen: there may be no slow kernel test.
-	TRITON_INTERPRET=1 $(PYTEST) -m 'slow and interpreter' tests/kda/kernels || [ $$? -eq 5 ]
+	TRITON_INTERPRET=1 $(PYTEST) -m 'slow and interpreter' $(KERNEL_TESTS) || [ $$? -eq 5 ]
 	$(PYTEST) -m 'slow and not interpreter'
 
 fmt: setup  ## format the code and sort the imports

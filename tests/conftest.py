@@ -1,4 +1,9 @@
-"""What all tests share: a fixed number of threads, fixed seeds, and skips that say why."""
+"""What all tests share: a fixed number of threads, fixed seeds, and skips that say why.
+
+Kernel tests (those in a folder named `kernels`) run on a GPU where there is one, else in Triton's interpreter, in a
+process with TRITON_INTERPRET=1. One that launches kernels has the mark `interpreter`. One without it (offline
+compilation, tables) is left out in the interpreter's process, where `@triton.jit` gives nothing that could be compiled.
+"""
 
 import importlib.util
 import os
@@ -11,6 +16,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -18,6 +24,10 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        if INTERPRETED:
+            from openkda.testing import interpreter
+
+            interpreter.install()
 
 
 def _cuda_devices() -> int:
@@ -29,7 +39,14 @@ def _cuda_devices() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests where no GPU is; `-ra` in pyproject.toml prints each skip with its reason at the end."""
+    """Skip what cannot run here; `-ra` in pyproject.toml prints each skip with its reason at the end."""
+    for item in items:
+        if item.path.parent.name == "kernels":
+            launches = item.get_closest_marker("interpreter") is not None
+            if launches and not INTERPRETED and not _cuda_devices():
+                item.add_marker(pytest.mark.skip(reason="launches kernels: needs a GPU, or TRITON_INTERPRET=1"))
+            if INTERPRETED and not launches:
+                item.add_marker(pytest.mark.skip(reason="compiles kernels: runs without TRITON_INTERPRET"))
     need_gpu = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("multi_gpu")]
     if not need_gpu:
         return
@@ -38,6 +55,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         wanted = 2 if item.get_closest_marker("multi_gpu") else 1
         if devices < wanted:
             item.add_marker(pytest.mark.skip(reason=f"needs {wanted} CUDA device(s), found {devices}"))
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where kernels run in this process."""
+    return "cpu" if INTERPRETED else "cuda"
 
 
 @pytest.fixture(autouse=True)

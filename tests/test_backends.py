@@ -56,7 +56,9 @@ def test_an_explicit_backend_is_the_one_that_runs(backend, monkeypatch):
     assert ran == [backend]
 
 
-@pytest.mark.parametrize("op", ["chunk_kda", "recurrent_kda", "causal_conv1d", "l2norm", "rms_norm_gated"])
+@pytest.mark.parametrize(
+    "op", ["chunk_kda", "recurrent_kda", "causal_conv1d", "causal_conv1d_update", "l2norm", "rms_norm_gated"]
+)
 def test_explain_names_the_backend_of_every_operator_and_the_reason(op):
     (line,) = [line for line in explain(X).splitlines() if line.split()[0] == op]
     assert "auto -> eager" in line

@@ -40,20 +40,24 @@ def why_not_triton(x: Any) -> str | None:
     return None
 
 
-def choose(op: str, backend: str, available: Mapping[str, Callable[..., Any]], x: Any) -> str:
-    """The backend that runs `op` on tensor x. `available` lists the implementations that exist, best first.
+def choose(
+    op: str, backend: str, available: Mapping[str, Callable[..., Any]], x: Any, *, refused: str | None = None
+) -> str:
+    """The backend that runs `op` on tensor x. `available` lists the implementations that exist, best first; `refused`
+    says why the operator's own kernels cannot take sizes of this call.
 
     Raises: ValueError for an unknown backend; BackendUnavailable for one that does not exist or cannot take x.
     """
     checks.choice(op, "backend", backend, NAMES)
     if backend == "auto":
         on_gpu = frameworks.of(x).on_gpu(x)
-        return next(name for name in available if name != "triton" or (on_gpu and why_not_triton(x) is None))
+        fused = on_gpu and refused is None and why_not_triton(x) is None
+        return next(name for name in available if name != "triton" or fused)
     if backend not in available:
         raise BackendUnavailable(
             f'{op}: backend="{backend}" cannot run, as this operator has no {backend} kernel yet; {_OTHERWISE}'
         )
-    if backend == "triton" and (reason := why_not_triton(x)):
+    if backend == "triton" and (reason := why_not_triton(x) or refused):
         raise BackendUnavailable(f'{op}: backend="triton" {reason}; {_OTHERWISE}')
     return backend
 
@@ -61,15 +65,17 @@ def choose(op: str, backend: str, available: Mapping[str, Callable[..., Any]], x
 def explain(x: Any) -> str:
     """What `backend="auto"` stands for on tensor x, operator by operator, and why, as a few lines of text."""
     from openkda.conv import api as conv
+    from openkda.conv import update
     from openkda.kda import chunk, recurrent
     from openkda.norm import api as norm
 
     fw = frameworks.of(x)
     gpu = why_not_triton(x)
     lines = [f"{fw.NAME} tensor, {fw.dtype_name(x)}, on {fw.device_name(x)}"]
-    for op, available in {**chunk.AVAILABLE, **recurrent.AVAILABLE, **conv.AVAILABLE, **norm.AVAILABLE}.items():
+    tables = (chunk.AVAILABLE, recurrent.AVAILABLE, conv.AVAILABLE, update.AVAILABLE, norm.AVAILABLE)
+    for op, available in {name: row for table in tables for name, row in table.items()}.items():
         chosen = choose(op, "auto", available, x)
-        lines.append(f"  {op:15s} auto -> {chosen:10s}{_why_no_kernel(available, chosen, gpu)}".rstrip())
+        lines.append(f"  {op:20s} auto -> {chosen:10s}{_why_no_kernel(available, chosen, gpu)}".rstrip())
     return "\n".join(lines)
 
 

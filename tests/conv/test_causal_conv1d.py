@@ -258,6 +258,7 @@ def test_backends_agree_through_the_public_function():
         assert torch.equal(results[0][name], results[1][name])
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_conv_compiles_without_a_graph_break():
     x, weight, cu = torch.randn(1, 9, 3), torch.randn(3, 4), torch.tensor([0, 4, 7])
     state = torch.randn(2, 3, 3)
@@ -317,7 +318,7 @@ BAD = {
     ),
     "triton": (
         BackendUnavailable,
-        r'causal_conv1d: backend="triton" cannot run, as this operator has no triton kernel yet; use backend="eager"',
+        r'causal_conv1d: backend="triton" needs a GPU tensor, got device cpu; use backend="eager"',
         {"backend": "triton"},
     ),
 }  # fmt: skip
@@ -328,6 +329,14 @@ def test_bad_argument_is_named_with_rule_and_value(case: str):
     error, message, change = BAD[case]
     with pytest.raises(error, match=message):
         causal_conv1d(**({"x": X, "weight": WEIGHT} | change))
+
+
+def test_triton_refuses_a_width_that_it_has_no_kernel_for(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # a CPU tensor is then no reason to refuse
+    with pytest.raises(BackendUnavailable, match=r'^causal_conv1d: backend="triton" needs a width W of 2 to 4, got 5'):
+        causal_conv1d(X, torch.zeros(3, 5), backend="triton")
+    assert causal_conv1d(X, torch.zeros(3, 5))[0].shape == X.shape
 
 
 def test_unknown_keyword_is_a_type_error():

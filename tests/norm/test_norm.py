@@ -217,7 +217,7 @@ BAD = {
     "backend": (ValueError, r"backend must be one of 'auto', 'triton', 'eager', 'reference', got ''", {"backend": ""}),
     "triton": (
         BackendUnavailable,
-        r'rms_norm_gated: backend="triton" cannot run, as this operator has no triton kernel yet',
+        r'rms_norm_gated: backend="triton" needs a GPU tensor, got device cpu',
         {"backend": "triton"},
     ),
 }
@@ -240,5 +240,13 @@ def test_l2norm_names_its_bad_arguments():
         l2norm(X, -1.0)
     with pytest.raises(TypeError, match=r"l2norm: x must have a floating dtype, got int64"):
         l2norm(torch.zeros(3, dtype=torch.long))
-    with pytest.raises(BackendUnavailable, match=r'l2norm: backend="triton" cannot run'):
+    with pytest.raises(BackendUnavailable, match=r'l2norm: backend="triton" needs a GPU tensor'):
         l2norm(X, backend="triton")
+
+
+def test_triton_refuses_rows_that_do_not_fit_its_registers(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # a CPU tensor is then no reason to refuse
+    with pytest.raises(BackendUnavailable, match=r"needs a last axis of at most 8192 entries, got 8193"):
+        l2norm(torch.ones(1, 8193), backend="triton")
+    assert l2norm(torch.ones(1, 8193)).shape == (1, 8193)

@@ -10,7 +10,23 @@ from openkda.conv import context_parallel, eager, reference
 from openkda.parallel.context import check_context
 
 _OP = "causal_conv1d"
-AVAILABLE = {_OP: {"eager": eager.causal_conv1d, "reference": reference.causal_conv1d}}  # best first
+TRITON_WIDTHS = (2, 3, 4)
+
+
+def why_not_width(W: int) -> str | None:
+    """Why the triton kernels cannot take filters of this width; None if they can."""
+    return None if W in TRITON_WIDTHS else f"needs a width W of 2 to 4, got {W}"
+
+
+def _fused(*args: Any, **options: Any) -> tuple[Any, Any | None]:
+    from openkda.conv import fused  # needs triton, which not everybody has
+
+    return fused.causal_conv1d(*args, **options)
+
+
+AVAILABLE = {  # best first
+    _OP: {"eager": eager.causal_conv1d, "triton": _fused, "reference": reference.causal_conv1d}
+}
 
 
 def causal_conv1d(
@@ -43,7 +59,7 @@ def causal_conv1d(
             state through bitwise; after the last offset y is 0 and nothing, NaN included, affects anything.
         cp_context: From `build_cp_context`: the row is spread over ranks and x is this rank's. cu_seqlens is then
             None; initial and final states are of all N sequences, the same on every rank.
-        backend: "auto", "eager" or "reference".
+        backend: "auto", "triton" (W from 2 to 4), "eager" or "reference".
     Returns: y shaped like x and in its dtype; the final state `[N, C, W-1]` in the dtype of x, or None.
     Raises: TypeError for a wrong kind or dtype; ValueError for a wrong shape, an unknown activation, or B > 1 with
         cu_seqlens; BackendUnavailable for a backend that cannot run.
@@ -51,7 +67,7 @@ def causal_conv1d(
         whether its sequence is alone, in a batch or packed.
     """
     _check(x, weight, bias, activation, initial_state, output_final_state, cu_seqlens, cp_context)
-    run = AVAILABLE[_OP][backends.choose(_OP, backend, AVAILABLE[_OP], x)]
+    run = AVAILABLE[_OP][backends.choose(_OP, backend, AVAILABLE[_OP], x, refused=why_not_width(int(weight.shape[1])))]
     if cp_context is not None:
         run = functools.partial(context_parallel.causal_conv1d, run, cp_context)
     else:

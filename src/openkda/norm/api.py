@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from openkda import backends, checks
 from openkda.norm import eager, reference
 
 ACTIVATIONS = ("sigmoid", "silu")
+TRITON_WIDTH = 8192  # entries of a row, which a program holds in registers
+
+
+def _fused(op: str) -> Callable[..., Any]:
+    def run(*args: Any, **options: Any) -> Any:
+        from openkda.norm import fused  # needs triton, which not everybody has
+
+        return getattr(fused, op)(*args, **options)
+
+    return run
+
+
 AVAILABLE = {  # best first
-    "l2norm": {"eager": eager.l2norm, "reference": reference.l2norm},
-    "rms_norm_gated": {"eager": eager.rms_norm_gated, "reference": reference.rms_norm_gated},
+    "l2norm": {"eager": eager.l2norm, "triton": _fused("l2norm"), "reference": reference.l2norm},
+    "rms_norm_gated": {
+        "eager": eager.rms_norm_gated,
+        "triton": _fused("rms_norm_gated"),
+        "reference": reference.rms_norm_gated,
+    },
 }
 
 
@@ -22,7 +39,7 @@ def l2norm(x: Any, eps: float = 1e-6, *, backend: str = "auto") -> Any:
     Args:
         x: `[.., D]`, any float dtype, any strides.
         eps: Added to the sum of squares, above 0.
-        backend: "auto", "eager" or "reference".
+        backend: "auto", "triton" (D up to 8192), "eager" or "reference".
     Returns: shaped like x, in its dtype.
     Raises: TypeError for a wrong kind or dtype; ValueError for eps <= 0 or a scalar x; BackendUnavailable for a
         backend that cannot run.
@@ -30,7 +47,7 @@ def l2norm(x: Any, eps: float = 1e-6, *, backend: str = "auto") -> Any:
     """
     op = "l2norm"
     _check_rows(op, x, eps)
-    return AVAILABLE[op][backends.choose(op, backend, AVAILABLE[op], x)](x, eps)
+    return _choose(op, backend, x)(x, eps)
 
 
 def rms_norm_gated(x: Any, gate: Any, weight: Any, *, activation: str, eps: float = 1e-5, backend: str = "auto") -> Any:
@@ -44,7 +61,7 @@ def rms_norm_gated(x: Any, gate: Any, weight: Any, *, activation: str, eps: floa
         activation: "sigmoid" or "silu" (u * sigmoid(u)). There is no default, since libraries differ in theirs:
             Kimi Linear uses "sigmoid".
         eps: Added to the mean of squares, above 0.
-        backend: "auto", "eager" or "reference".
+        backend: "auto", "triton" (D up to 8192), "eager" or "reference".
     Returns: shaped like x, in its dtype.
     Raises: TypeError for a wrong kind or dtype or a missing activation; ValueError for a wrong shape, an unknown
         activation or eps <= 0; BackendUnavailable for a backend that cannot run.
@@ -58,8 +75,13 @@ def rms_norm_gated(x: Any, gate: Any, weight: Any, *, activation: str, eps: floa
     checks.shape(op, "weight", weight, (int(x.shape[-1]),), "[D]", "one entry per channel of x's last axis")
     checks.choice(op, "activation", activation, ACTIVATIONS)
     checks.same_device(op, "x", x, gate=gate, weight=weight)
-    run = AVAILABLE[op][backends.choose(op, backend, AVAILABLE[op], x)]
-    return run(x, gate, weight, activation=activation, eps=eps)
+    return _choose(op, backend, x)(x, gate, weight, activation=activation, eps=eps)
+
+
+def _choose(op: str, backend: str, x: Any) -> Callable[..., Any]:
+    D = int(x.shape[-1])
+    refused = None if D <= TRITON_WIDTH else f"needs a last axis of at most {TRITON_WIDTH} entries, got {D}"
+    return AVAILABLE[op][backends.choose(op, backend, AVAILABLE[op], x, refused=refused)]
 
 
 def _check_rows(op: str, x: Any, eps: Any) -> None:

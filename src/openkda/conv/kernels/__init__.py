@@ -1,0 +1,1 @@
+"""Triton kernels of the causal convolution, one pass a file; `tuning` holds their tile sizes."""

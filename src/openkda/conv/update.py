@@ -1,0 +1,119 @@
+"""The convolution's step while decoding: one token for each sequence, its state edited in place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from openkda import backends, checks, frameworks
+from openkda.conv import eager, reference
+from openkda.conv.api import why_not_width
+
+_OP = "causal_conv1d_update"
+
+
+def causal_conv1d_update(
+    x: Any,
+    conv_state: Any,
+    weight: Any,
+    bias: Any | None = None,
+    *,
+    activation: str | None = None,
+    state_indices: Any | None = None,
+    backend: str = "auto",
+) -> Any:
+    """The next token of N sequences through `openkda.causal_conv1d`; inference only. conv_state is updated in place.
+
+    Args:
+        x: `[N, C]`, one token per sequence, any float dtype.
+        conv_state: The last W-1 inputs of every sequence, oldest first, `[N, C, W-1]`, contiguous, in the dtype of x;
+            with state_indices a pool of them, `[slots, C, W-1]`.
+        weight: `[C, W]`, any float dtype, W >= 1.
+        bias: `[C]` or None.
+        activation: "silu" or None.
+        state_indices: int32 or int64 `[N]`, the slot of every sequence. A negative index is padding: y is 0 there and
+            no slot is touched. Two sequences must not share a slot.
+        backend: "auto", "triton" (W from 2 to 4), "eager" or "reference".
+    Returns: y `[N, C]` in the dtype of x.
+    Raises: TypeError for a wrong kind or dtype; ValueError for a wrong shape, a state that is not contiguous, an input
+        that needs a gradient, or (with OPENKDA_CHECK=1) an index beyond the pool or one that comes twice;
+        BackendUnavailable for a backend that cannot run. The state is then unchanged.
+    Numerics: the bits of causal_conv1d on the same backend.
+    """
+    _check(x, conv_state, weight, bias, activation, state_indices)
+    run = AVAILABLE[_OP][backends.choose(_OP, backend, AVAILABLE[_OP], x, refused=why_not_width(int(weight.shape[1])))]
+    with frameworks.of(x).no_grad():
+        return run(x, conv_state, weight, bias, silu=activation == "silu", state_indices=state_indices)
+
+
+def _check(x: Any, state: Any, weight: Any, bias: Any, activation: Any, indices: Any) -> None:
+    checks.floating(_OP, "x", x)
+    checks.rank(_OP, "x", x, "[N, C]")
+    (N, C), fw = (int(n) for n in x.shape), frameworks.of(x)
+    checks.floating(_OP, "weight", weight)
+    checks.rank(_OP, "weight", weight, "[C, W]")
+    W = int(weight.shape[1])
+    checks.shape(_OP, "weight", weight, (C, W), "[C, W]", "one filter per channel of x")
+    if W < 1:
+        checks.bad_value(_OP, "weight", "have a width W of at least 1", W)
+    if bias is not None:
+        checks.floating(_OP, "bias", bias)
+        checks.shape(_OP, "bias", bias, (C,), "[C]")
+    checks.choice(_OP, "activation", activation, (None, "silu"))
+    checks.dtype(_OP, "conv_state", state, (fw.dtype_name(x),), "it holds inputs, so it follows x")
+    axes = "[N, C, W-1]" if indices is None else "[slots, C, W-1]"
+    checks.rank(_OP, "conv_state", state, axes)
+    slots = N if indices is None else int(state.shape[0])
+    checks.shape(_OP, "conv_state", state, (slots, C, W - 1), axes, "from a state of W columns drop the first")
+    if fw.contiguous(state) is not state:
+        checks.bad_value(_OP, "conv_state", "be contiguous", "other strides", "it is updated in place")
+    if indices is not None:
+        checks.dtype(_OP, "state_indices", indices, ("int32", "int64"))
+        checks.shape(_OP, "state_indices", indices, (N,), "[N]", "one slot per sequence; negative for padding")
+    checks.same_device(_OP, "x", x, conv_state=state, weight=weight, bias=bias, state_indices=indices)
+    for name, t in {"x": x, "conv_state": state, "weight": weight, "bias": bias}.items():
+        if t is not None and fw.needs_grad(t):
+            hint = "this operator is inference only; train with causal_conv1d"
+            checks.bad_value(_OP, name, "not need a gradient", "requires_grad=True", hint)
+    if indices is not None and checks.values_wanted():
+        used = [i for i in fw.to_list(indices) if i >= 0]
+        if used and max(used) >= slots:
+            checks.bad_value(_OP, "state_indices", f"be below the pool's {slots} slots", max(used))
+        if len(set(used)) != len(used):
+            checks.bad_value(_OP, "state_indices", "name every slot at most once", used)
+
+
+def _with(
+    convolve: Callable[..., Any], x: Any, pool: Any, weight: Any, bias: Any, *, silu: bool, state_indices: Any
+) -> Any:
+    """Gather states, convolve one token, write them back; padding computes on zeros and is dropped by selects."""
+    fw = frameworks.of(x)
+    N, activation = fw.shape(x)[0], "silu" if silu else None
+    slots = fw.arange(N, like=x) if state_indices is None else fw.cast(state_indices, "int64")
+    live = slots >= 0  # [N]
+    slots = fw.maximum(slots, 0)
+    states = fw.where(live[:, None, None], fw.take(pool, slots, 0), 0.0)
+    token = fw.where(live[:, None], x, 0.0)[:, None]  # [N, 1, C]
+    y, states = convolve(token, weight, bias, activation=activation, initial_state=states, output_final_state=True)
+    if N > 0 and fw.shape(pool)[2] > 0:
+        # Without asking which are live: a padding row repeats the write of a live one, or writes what is there.
+        source = fw.where(live, fw.arange(N, like=slots), fw.argmax(live))
+        slots, states = fw.take(slots, source, 0), fw.take(states, source, 0)
+        fw.put_rows_(pool, slots, fw.where(fw.any(live), states, fw.take(pool, slots, 0)))
+    return fw.where(live[:, None], y[:, 0], 0.0)
+
+
+def _fused(*args: Any, **options: Any) -> Any:
+    from openkda.conv import fused  # needs triton, which not everybody has
+
+    return fused.causal_conv1d_update(*args, **options)
+
+
+AVAILABLE = {  # best first
+    _OP: {
+        "eager": functools.partial(_with, eager.causal_conv1d),
+        "triton": _fused,
+        "reference": functools.partial(_with, reference.causal_conv1d),
+    }
+}

@@ -1,0 +1,39 @@
+"""Tile sizes of the normalisations as data, one row a GPU family; `openkda.kda.kernels.tuning` explains the scheme.
+
+A program takes `size` entries at a time, in whole rows; a backward that sums over rows has `programs` programs, each of
+which walks over many tiles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+
+from openkda.kda.kernels.tuning import FAMILIES, family_of
+
+MEASURED: dict[int, str] = {}
+
+
+def _row(size: int, num_warps: int, programs: int = 0) -> dict[str, int]:
+    return {"size": size, "num_warps": num_warps, "programs": programs}
+
+
+TABLES: dict[str, dict[int, dict[str, int]]] = {
+    "l2norm_fwd": {family: _row(4096, 4) for family in FAMILIES},
+    "l2norm_bwd": {family: _row(4096, 4) for family in FAMILIES},
+    "rms_norm_gated_fwd": {family: _row(4096, 4) for family in FAMILIES},
+    "rms_norm_gated_bwd": {family: _row(2048, 4, programs=1056) for family in FAMILIES},
+}
+
+
+def plan(stage: str, x: Any, *, rows: int, width: int) -> tuple[int, dict[str, int]]:
+    """Programs, and the options of a launch over [rows, width]; depends on shapes and the GPU family alone."""
+    settings = TABLES[stage][family_of(x)]
+    BD = triton.next_power_of_2(width)
+    BR = max(1, settings["size"] // BD)
+    warps = settings["num_warps"] * max(1, BD // settings["size"])
+    programs = -(-rows // BR)
+    if settings["programs"]:
+        programs = min(programs, settings["programs"])
+    return programs, {"BR": BR, "BD": BD, "num_warps": min(warps, 16)}
