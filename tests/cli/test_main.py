@@ -30,6 +30,7 @@ OPTIONS = {
         "--max-new-tokens N",
         "--temperature T",
         "--top-k K",
+        "--batch-invariant",
         "--seed N",
     ],
     "convert": ["--from FORMAT DIR", "--to FORMAT DIR"],

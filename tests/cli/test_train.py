@@ -162,6 +162,37 @@ def test_greedy_text_is_the_full_forwards_argmax(run: tuple[Path, str], capsys: 
     assert shown == tokenizer.decode(ids) + "\n"
 
 
+def test_generated_tokens_have_the_log_probabilities_of_training_to_the_bit(
+    run: tuple[Path, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from openkda.cli import decoding
+    from openkda.cli.record import find_checkpoint
+
+    seen: list[torch.Tensor] = []
+    shipped = decoding.chooser
+
+    def recording(*args: Any) -> Any:
+        choose = shipped(*args)
+        return lambda logits: (seen.append(logits), choose(logits))[1]
+
+    monkeypatch.setattr(decoding, "chooser", recording)
+    prompt = "The yield statement is semantically equivalent to a yield exp"  # 61 bytes: a block ends behind it
+    argv = ["generate", "--checkpoint", str(run[0]), "--prompt", prompt, "--max-new-tokens", "9", "--temperature", "0"]
+    assert main([*argv, "--batch-invariant"]) == 0
+    capsys.readouterr()
+    model, tokenizer = decoding.load(find_checkpoint(run[0]), batch_invariant=True)
+    model.train()
+    ids = tokenizer.encode(prompt, add_bos=True, add_eos=False)
+    new = [int(logits.argmax()) for logits in seen]
+    tokens = torch.tensor([ids + new])
+    trained = model(torch.cat([tokens, torch.zeros_like(tokens)]))  # in a batch, and with gradients
+    assert trained.requires_grad
+    assert torch.equal(trained[0, len(ids) - 1 : -1], torch.cat(seen))
+    taken = torch.tensor(new)[:, None]
+    rollout, training = (x.log_softmax(-1).gather(-1, taken) for x in (torch.cat(seen), trained[0, len(ids) - 1 : -1]))
+    assert torch.equal(rollout, training)
+
+
 def test_tokenizer_file_is_remembered_and_the_vocabulary_grows_to_it(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

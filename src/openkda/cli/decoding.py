@@ -23,8 +23,10 @@ from openkda.integrations.torchtitan import cpu
 from openkda.integrations.torchtitan.decode import stream
 
 
-def load(checkpoint: Checkpoint) -> tuple[Any, BaseTokenizer]:
+def load(checkpoint: Checkpoint, *, batch_invariant: bool = False) -> tuple[Any, BaseTokenizer]:
     """The model of a checkpoint, in eval mode on the first GPU or else the CPU, and its tokenizer.
+
+    batch_invariant: as in `KimiLinearModel`, whatever the run was trained with.
 
     Raises: UserError when the checkpoint does not fit the configuration it names.
     """
@@ -33,6 +35,7 @@ def load(checkpoint: Checkpoint) -> tuple[Any, BaseTokenizer]:
     assert config.model_spec is not None
     model_config = config.model_spec.model
     model_config.update_from_config(config=config)
+    model_config.batch_invariant = model_config.batch_invariant or batch_invariant
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
         model: Any = model_config.build()

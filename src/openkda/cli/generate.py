@@ -1,7 +1,7 @@
 """Continue a prompt with a trained model.
 
 Decoding is cached: after the prompt each token costs one step of `recurrent_kda` and one row of attention, whatever the
-length so far.
+length so far. With --batch-invariant the model runs the last, unfinished block of 64 tokens again for every token.
 """
 
 from __future__ import annotations
@@ -45,6 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="0 takes the likeliest token; higher is more varied; default: 0.8",
     )
     add("--top-k", type=int, metavar="K", help="choose among the K likeliest tokens only; default: all")
+    add(
+        "--batch-invariant",
+        action="store_true",
+        help="give every token the very probabilities, to the bit, that a model with batch_invariant trains on; slower",
+    )
     add("--seed", type=int, default=0, metavar="N", help="the same seed gives the same text; default: 0")
 
 
@@ -68,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         from openkda.cli import decoding
     except ImportError as error:
         raise UserError(str(error)) from error
-    model, tokenizer = decoding.load(checkpoint)
+    model, tokenizer = decoding.load(checkpoint, batch_invariant=args.batch_invariant)
     pieces = decoding.continue_text(
         model,
         tokenizer,

@@ -10,6 +10,7 @@ projection.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,9 +23,11 @@ from openkda import checks
 from openkda.kda.chunk import chunk_kda
 from openkda.kda.recurrent import recurrent_kda
 from openkda.nn import _rules
-from openkda.nn.cache import KDACache, KDALayerState
+from openkda.nn.blocks import BlockState, walk
+from openkda.nn.cache import KDABlockStates, KDACache, KDALayerState
 from openkda.nn.convolution import ShortConvolution
 from openkda.nn.normalization import FusedRMSNormGated
+from openkda.nn.recompute import recomputed
 
 _OP = "KimiDeltaAttention"
 
@@ -50,6 +53,9 @@ class KimiDeltaAttention(nn.Module):
         allow_neg_eigval: beta in (0, 2) instead of (0, 1).
         norm_eps: eps of the output normalisation.
         layer_idx: The layer's place in a model, its key in a cache.
+        batch_invariant: A token has the same bits however its sequence is batched, packed or decoded: the layer runs
+            block by block (`openkda.nn.blocks`), and reads offsets and masks on the host.
+        save_intermediates: As in `chunk_kda`: keep more for the backward and recompute less.
         backend: As in the operators: "auto", "triton", "eager" or "reference".
     Raises: TypeError or ValueError for sizes that make no sense, naming them.
     Source: Kimi Linear, arXiv 2510.26692, section 4.
@@ -71,6 +77,8 @@ class KimiDeltaAttention(nn.Module):
         allow_neg_eigval: bool = False,
         norm_eps: float = 1e-5,
         layer_idx: int | None = None,
+        batch_invariant: bool = False,
+        save_intermediates: bool = False,
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -87,7 +95,11 @@ class KimiDeltaAttention(nn.Module):
         if lower_bound is not None:
             checks.lower_bound(_OP, lower_bound)
         self.sizes, self.lower_bound, self.allow_neg_eigval = sizes, lower_bound, allow_neg_eigval
+        for name, flag in (("batch_invariant", batch_invariant), ("save_intermediates", save_intermediates)):
+            if not isinstance(flag, bool):
+                checks.bad_type(_OP, name, "be a bool", type(flag).__name__)
         self.layer_idx, self.backend = layer_idx, backend
+        self.batch_invariant, self.save_intermediates = batch_invariant, save_intermediates
 
         new: dict[str, Any] = {"device": device, "dtype": dtype}
         D, keys, values = hidden_size, sizes.key_width, sizes.value_width
@@ -175,15 +187,20 @@ class KimiDeltaAttention(nn.Module):
             cache: Where the states of the sequences come from, and where they go. Single tokens without gradient
                 run `recurrent_kda`, everything else `chunk_kda`.
             cp_context: Context parallelism, as in the operators.
-        Returns: `[B, T, D]`. No host synchronisation in any of the three forms.
-        Raises: ValueError for a wrong shape, for attention_mask beside cu_seqlens, or for a cache without
-            layer_idx.
+        Returns: `[B, T, D]`. No host synchronisation in any of the three forms, but for batch_invariant.
+        Raises: ValueError for a wrong shape, for attention_mask beside cu_seqlens, for a cache without layer_idx, or
+            for cp_context with batch_invariant.
         """
         self._check(hidden_states, attention_mask, cu_seqlens, cache)
+        attend = self._attend
+        if self.batch_invariant:
+            if cp_context is not None:
+                checks.bad_value(_OP, "cp_context", "be None with batch_invariant", type(cp_context).__name__)
+            attend = self._attend_in_blocks
         if attention_mask is None:
-            return self._attend(hidden_states, cu_seqlens, cache, cp_context)
+            return attend(hidden_states, cu_seqlens, cache, cp_context)
         tokens, cu_seqlens, places = _unpad(hidden_states, attention_mask)
-        return self._attend(tokens, cu_seqlens, cache, cp_context)[0, places].view_as(hidden_states)
+        return attend(tokens, cu_seqlens, cache, cp_context)[0, places].view_as(hidden_states)
 
     def _check(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, cache: KDACache | None) -> None:
         checks.rank(_OP, "hidden_states", x, "[B, T, D]")
@@ -200,8 +217,45 @@ class KimiDeltaAttention(nn.Module):
         if cache is not None and self.layer_idx is None:
             checks.bad_value(_OP, "layer_idx", "be given to use a cache", None, "set it in the constructor")
 
-    def _attend(self, x: Tensor, cu_seqlens: Tensor | None, cache: KDACache | None, cp_context: Any | None) -> Tensor:
+    def _attend_in_blocks(
+        self, x: Tensor, cu_seqlens: Tensor | None, cache: KDACache | None, cp_context: None
+    ) -> Tensor:
+        """`_attend`, every block of 64 tokens of every sequence alone: see `openkda.nn.blocks`."""
+        offsets = None if cu_seqlens is None else cu_seqlens.tolist()
+        sequences = list(x) if offsets is None else [x[0, a:b] for a, b in itertools.pairwise(offsets)]
         old = cache.get(self.layer_idx) if cache is not None else None  # type: ignore[arg-type]
+        states = [BlockState()] * len(sequences) if old is None else old.sequences
+        if len(states) != len(sequences):
+            rule = f"hold as many sequences as the input, {len(sequences)}"
+            checks.bad_value(_OP, "cache", rule, len(states), "reset or select it first")
+
+        def block(x: Tensor, state: KDALayerState | None) -> tuple[Tensor, Any]:
+            own = KDACache()
+            if state is not None:
+                own.set(0, state)
+            return self._attend(x, None, own, None, key=0), own.get(0)
+
+        outputs, after = [], []
+        for rows, state in zip(sequences, states, strict=True):
+            y, state = walk(block, rows, state) if rows.shape[0] else (rows, state)
+            outputs.append(y)
+            after.append(state)
+        if cache is not None:
+            cache.set(self.layer_idx, KDABlockStates(tuple(after)))  # type: ignore[arg-type]
+        if offsets is None:
+            return torch.stack(outputs) if outputs else x * 1.0
+        return torch.cat([*outputs, x.new_zeros(x.shape[1] - offsets[-1], x.shape[2])])[None]
+
+    def _attend(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | None,
+        cache: KDACache | None,
+        cp_context: Any | None,
+        key: int | None = None,
+    ) -> Tensor:
+        key = self.layer_idx if key is None else key
+        old = cache.get(key) if cache is not None else None  # type: ignore[arg-type]
         keep = cache is not None
         new_states = []
 
@@ -223,35 +277,41 @@ class KimiDeltaAttention(nn.Module):
         one_token_each = x.shape[0] * x.shape[1] <= sequences  # known from shapes alone
         options: dict[str, Any] = {}
         operator = recurrent_kda
-        if not (keep and one_token_each) or torch.is_grad_enabled():
-            operator, options = chunk_kda, {"cp_context": cp_context}
-        o, recurrent = operator(
-            q,
-            k,
-            v,
-            raw_gate,
-            raw_beta,
-            initial_state=old.recurrent if old else None,
-            output_final_state=keep,
-            use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            allow_neg_eigval=self.allow_neg_eigval,
-            A_log=self.A_log,
-            dt_bias=self.dt_bias,
-            lower_bound=self.lower_bound,
-            cu_seqlens=cu_seqlens,
-            backend=self.backend,
-            **options,
-        )
+        if cp_context is not None or not (keep and one_token_each) or torch.is_grad_enabled():
+            options = {"batch_invariant": self.batch_invariant, "save_intermediates": self.save_intermediates}
+            operator, options = chunk_kda, options | {"cp_context": cp_context}
+        with recomputed(q, k, v):
+            o, recurrent = operator(
+                q,
+                k,
+                v,
+                raw_gate,
+                raw_beta,
+                initial_state=old.recurrent if old else None,
+                output_final_state=keep,
+                use_qk_l2norm_in_kernel=True,
+                use_gate_in_kernel=True,
+                use_beta_sigmoid_in_kernel=True,
+                allow_neg_eigval=self.allow_neg_eigval,
+                A_log=self.A_log,
+                dt_bias=self.dt_bias,
+                lower_bound=self.lower_bound,
+                cu_seqlens=cu_seqlens,
+                backend=self.backend,
+                **options,
+            )
         if cache is not None:
-            cache.set(self.layer_idx, KDALayerState(*new_states, recurrent))  # type: ignore[arg-type]
+            cache.set(key, KDALayerState(*new_states, recurrent))  # type: ignore[arg-type]
         gate = self.g_b_proj(self.g_a_proj(x)).unflatten(-1, (-1, V))  # [B, T, HV, V]
-        return self.o_proj(self.o_norm(o, gate).flatten(-2))
+        o = self.o_norm(o, gate).flatten(-2)
+        with recomputed(o):
+            return self.o_proj(o)
 
     def extra_repr(self) -> str:
         gate = "softplus" if self.lower_bound is None else f"bounded({self.lower_bound})"
-        return f"{self.sizes}, gate={gate}, layer_idx={self.layer_idx}, backend={self.backend!r}"
+        return f"{self.sizes}, gate={gate}, layer_idx={self.layer_idx}, backend={self.backend!r}" + (
+            ", batch_invariant=True" if self.batch_invariant else ""
+        )
 
 
 def _unpad(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

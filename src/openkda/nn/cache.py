@@ -15,6 +15,20 @@ class KDALayerState(NamedTuple):
     v_conv: Any  # [N, HV*V, W-1]
     recurrent: Any  # [N, HV, K, V]  fp32
 
+    def select(self, index: Any) -> KDALayerState:
+        """The sequences named by index (int64 `[N']`), in its order."""
+        return KDALayerState(*(frameworks.of(x).take(x, index, 0) for x in self))
+
+
+class KDABlockStates(NamedTuple):
+    """The state of one layer with batch_invariant=True: a `nn.blocks.BlockState` of every sequence."""
+
+    sequences: tuple[Any, ...]
+
+    def select(self, index: Any) -> KDABlockStates:
+        """The sequences named by index (int64 `[N']`), in its order; reads it on the host."""
+        return KDABlockStates(tuple(self.sequences[n] for n in frameworks.of(index).to_list(index)))
+
 
 class KDACache:
     """The states of all KDA layers of a model, by layer index; give the same object to every call.
@@ -27,23 +41,23 @@ class KDACache:
     """
 
     def __init__(self) -> None:
-        self.states: dict[int, KDALayerState] = {}
+        self.states: dict[int, KDALayerState | KDABlockStates] = {}
 
     def __len__(self) -> int:
         return len(self.states)
 
-    def get(self, layer_idx: int) -> KDALayerState | None:
-        """The state of a layer; None before its first call."""
+    def get(self, layer_idx: int) -> Any | None:
+        """The state of a layer, a KDALayerState or KDABlockStates; None before its first call."""
         return self.states.get(layer_idx)
 
-    def set(self, layer_idx: int, state: KDALayerState) -> None:
+    def set(self, layer_idx: int, state: KDALayerState | KDABlockStates) -> None:
         """Replace the state of a layer."""
         self.states[layer_idx] = state
 
     def select(self, index: Any) -> None:
         """Keep the sequences named by index (int64 `[N']`), in its order: beam search, or dropping what has ended."""
         for layer_idx, state in self.states.items():
-            self.states[layer_idx] = KDALayerState(*(frameworks.of(x).take(x, index, 0) for x in state))
+            self.states[layer_idx] = state.select(index)
 
     def reset(self) -> None:
         """Forget everything."""

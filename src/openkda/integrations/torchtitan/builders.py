@@ -25,7 +25,7 @@ from torchtitan.models.common.config_utils import (
     make_token_dispatcher_config,
 )
 from torchtitan.models.common.feed_forward import FeedForward
-from torchtitan.models.common.moe import MoE, RoutedExperts
+from torchtitan.models.common.moe import MoE
 from torchtitan.models.common.param_init import depth_scaled_std
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
@@ -33,7 +33,7 @@ from torchtitan.protocols.module import Module
 from openkda.integrations.torchtitan.cpu import MaskedAttention
 from openkda.integrations.torchtitan.kda import KDA, DecayParameters, InnerKDA, RMSNormGated
 from openkda.integrations.torchtitan.mla import MLA
-from openkda.integrations.torchtitan.model import Experts, KimiLinearBlock, KimiLinearModel, RouterGate
+from openkda.integrations.torchtitan.model import Experts, KimiLinearBlock, KimiLinearModel, RoutedTokens, RouterGate
 from openkda.integrations.torchtitan.parallelize import parallelize_kimi_linear
 from openkda.integrations.torchtitan.state_dict_adapter import KimiLinearStateDictAdapter
 
@@ -282,7 +282,7 @@ def _moe(sizes: Sizes, index: int, comm_backend: str) -> MoE.Config:
     return make_moe_config(
         num_experts=sizes.num_experts,
         router=router,
-        routed_experts=RoutedExperts.Config(
+        routed_experts=RoutedTokens.Config(
             inner_experts=Experts.Config(
                 dim=dim,
                 hidden_dim=sizes.moe_intermediate_size,

@@ -8,18 +8,23 @@ state [K, V] of every head. An MLA layer remembers one compressed latent and one
     logits = model(next_token, cache=cache)    # [1, 1, vocabulary]: one recurrent step
 
 Every row of a batch advances by the same number of tokens; rows of different lengths are separate caches.
+
+A model with batch_invariant=True keeps a BlockCache instead: see `KimiLinearModel`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
+from openkda.nn.blocks import BlockState
+
 if TYPE_CHECKING:
     from openkda.integrations.torchtitan.model import KimiLinearModel
+    from openkda.kda.replay import ReplayState
 
 
 @dataclass(slots=True)
@@ -27,13 +32,13 @@ class KDACache:
     """What one KDA layer carries from token to token; None before the first token means zeros.
 
     q_conv, k_conv, v_conv: the last W-1 convolution inputs, `[B, C, W-1]`.
-    state: `[B, H, K, V]` fp32.
+    state: `[B, H, K, V]` fp32; a ReplayState where the operator is batch invariant.
     """
 
     q_conv: torch.Tensor | None = None
     k_conv: torch.Tensor | None = None
     v_conv: torch.Tensor | None = None
-    state: torch.Tensor | None = None
+    state: torch.Tensor | ReplayState | None = None
 
 
 @dataclass(slots=True)
@@ -64,10 +69,33 @@ class MLACache:
 
 
 @dataclass(slots=True)
+class GrowingMLACache:
+    """The same without a limit. An append makes new tensors: copies of the cache, and autograd, keep the old ones."""
+
+    latent: torch.Tensor | None = None
+    k_shared: torch.Tensor | None = None
+
+    def append(self, latent: torch.Tensor, k_shared: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store L new tokens; return all latents `[B, T, R]` and shared keys `[B, T, S]` seen so far."""
+        if self.latent is not None and self.k_shared is not None:
+            latent, k_shared = torch.cat([self.latent, latent], 1), torch.cat([self.k_shared, k_shared], 1)
+        self.latent, self.k_shared = latent, k_shared
+        return latent, k_shared
+
+
+@dataclass(slots=True)
 class DecodeCache:
     """One entry per layer, in order, and the number of tokens that went in."""
 
     layers: list[KDACache | MLACache]
+    length: int = 0
+
+
+@dataclass(slots=True)
+class BlockCache:
+    """For batch_invariant: of every row the tokens of its unfinished block and the layers' caches before that block."""
+
+    rows: list[BlockState] = field(default_factory=list)
     length: int = 0
 
 

@@ -8,17 +8,21 @@ W width of the short convolution.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import spmd_types as spmd
 import torch
 from torch import nn
+from torchtitan.distributed.utils import is_in_batch_invariant_mode
 from torchtitan.models.common import Conv1d, Linear
 from torchtitan.protocols.module import Module
 
 import openkda
 from openkda.integrations.torchtitan.decode import KDACache
+from openkda.kda.replay import ReplayState
+from openkda.nn.blocks import BLOCK
 
 
 def split_heads(x_BLP: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -71,7 +75,10 @@ class InnerKDA(Module):
 
     backend "chunked" trains and prefills; "recurrent" computes in fp32 token by token and has no backward.
     lower_bound None selects the softplus gate of Kimi Linear, a negative number the bounded gate of Kimi K3.
-    operator_backend is handed to the operator: "auto", "triton", "eager" or "reference".
+    operator_backend is handed to the operator: "auto", "triton", "eager" or "reference"; so is save_intermediates.
+    batch_invariant: a sequence has the same bits in any batch and packing; with a cache the unfinished chunk is kept
+    and run again at every step (`openkda.kda.replay`), so decoding has them too. That is the operator alone: for a whole
+    model see KimiLinearModel. Also on in torchtitan's batch-invariant mode.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -80,6 +87,8 @@ class InnerKDA(Module):
         lower_bound: float | None = None
         backend: Literal["chunked", "recurrent"] = "chunked"
         operator_backend: str = "auto"
+        save_intermediates: bool = False
+        batch_invariant: bool = False
 
         def __post_init__(self) -> None:
             if self.backend not in ("chunked", "recurrent"):
@@ -91,6 +100,8 @@ class InnerKDA(Module):
         self.lower_bound = config.lower_bound
         self.backend = config.backend
         self.operator_backend = config.operator_backend
+        self.save_intermediates = config.save_intermediates
+        self.batch_invariant = config.batch_invariant
 
     def forward(
         self,
@@ -121,8 +132,7 @@ class InnerKDA(Module):
         q, state.q_conv = self._conv(q_BLP.reshape(*rows, -1), q_conv_P1W, state.q_conv, cu_seqlens, cache)
         k, state.k_conv = self._conv(k_BLP.reshape(*rows, -1), k_conv_P1W, state.k_conv, cu_seqlens, cache)
         v, state.v_conv = self._conv(v_BLP.reshape(*rows, -1), v_conv_P1W, state.v_conv, cu_seqlens, cache)
-        decode_step = cache is not None and L == 1
-        operator = openkda.recurrent_kda if decode_step or self.backend == "recurrent" else openkda.chunk_kda
+        operator, options = self._operator(L, cache)
         o, state.state = operator(
             q.unflatten(-1, (-1, self.head_dim)),
             k.unflatten(-1, (-1, self.head_dim)),
@@ -139,8 +149,19 @@ class InnerKDA(Module):
             lower_bound=self.lower_bound,
             cu_seqlens=cu_seqlens,
             backend=self.operator_backend,
+            **options,
         )
         return o.reshape(B, L, *o.shape[2:])
+
+    def _operator(self, L: int, cache: KDACache | None) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """The operator for L tokens a row, and its own options."""
+        if self.batch_invariant or is_in_batch_invariant_mode():
+            if cache is not None and (isinstance(cache.state, ReplayState) or L % BLOCK != 0):
+                return openkda.recurrent_kda, {"batch_invariant": True}
+            return openkda.chunk_kda, {"batch_invariant": True, "save_intermediates": self.save_intermediates}
+        if self.backend == "recurrent" or (cache is not None and L == 1):
+            return openkda.recurrent_kda, {}
+        return openkda.chunk_kda, {"save_intermediates": self.save_intermediates}
 
     def _conv(
         self,

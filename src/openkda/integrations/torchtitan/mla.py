@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torchtitan.models.common import Linear, RMSNorm
 from torchtitan.models.common.attention import BaseAttention
 
-from openkda.integrations.torchtitan.decode import MLACache
+from openkda.integrations.torchtitan.decode import GrowingMLACache, MLACache
 from openkda.integrations.torchtitan.kda import split_heads
 
 
@@ -54,7 +54,7 @@ class MLA(BaseAttention):
         self.inner_attention = config.inner_attention.build()
 
     def forward(
-        self, x_BLD: torch.Tensor, attention_masks: Any = None, *, cache: MLACache | None = None
+        self, x_BLD: torch.Tensor, attention_masks: Any = None, *, cache: MLACache | GrowingMLACache | None = None
     ) -> torch.Tensor:
         q_BLNH = split_heads(self.wq(x_BLD), self.qk_head_dim)
         latent_BLC, k_shared_BLS = torch.split(self.wkv_a(x_BLD), [self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)

@@ -8,6 +8,8 @@ experts.
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -20,16 +22,23 @@ from torchtitan.models.common import Linear, RMSNorm
 from torchtitan.models.common.attention import VarlenAttention, create_varlen_metadata_for_document
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.feed_forward import FeedForward
-from torchtitan.models.common.moe import GroupedExperts, MoE
+from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
 from torchtitan.models.common.token_dispatcher import update_ep_token_dispatcher_config
 from torchtitan.models.utils import get_moe_model_nparams_and_flops
 from torchtitan.protocols.module import Module
 
 from openkda.integrations.torchtitan import require_torchtitan
 from openkda.integrations.torchtitan.cpu import MaskedAttention, block_causal_mask
-from openkda.integrations.torchtitan.decode import DecodeCache, KDACache, MLACache
-from openkda.integrations.torchtitan.kda import KDA, document_offsets
+from openkda.integrations.torchtitan.decode import (
+    BlockCache,
+    DecodeCache,
+    GrowingMLACache,
+    KDACache,
+    MLACache,
+)
+from openkda.integrations.torchtitan.kda import KDA, InnerKDA, document_offsets
 from openkda.integrations.torchtitan.mla import MLA
+from openkda.nn.blocks import BlockState, walk
 
 require_torchtitan()
 
@@ -64,6 +73,45 @@ class Experts(GroupedExperts):
         h_RF = F.silu(self._grouped_mm(A=x, B_t=w1_EFD.transpose(-2, -1), offs=offsets_E))
         h_RF = h_RF * self._grouped_mm(A=x, B_t=w3_EFD.transpose(-2, -1), offs=offsets_E)
         return self._grouped_mm(A=h_RF, B_t=w2_EDF.transpose(-2, -1), offs=offsets_E).type_as(x_RD)
+
+    def one(self, x_BLD: torch.Tensor, expert: int) -> torch.Tensor:
+        """What one expert makes of every row."""
+        dtype = torch.bfloat16 if self.expert_dtype == "bfloat16" else torch.float32
+        w1_FD, w2_DF, w3_FD = (w[expert].to(dtype) for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
+        x = x_BLD.to(dtype)
+        return F.linear(F.silu(F.linear(x, w1_FD)) * F.linear(x, w3_FD), w2_DF).type_as(x_BLD)
+
+
+class RoutedTokens(RoutedExperts):
+    """torchtitan's routed experts; with batch_invariant every chosen expert sees all rows, each at its own place.
+
+    Usually an expert sees the rows that chose it, one after another: how many they are, and where one stands, depends
+    on the others, and with it the last bits.
+    """
+
+    inner_experts: Experts
+    batch_invariant = False  # KimiLinearModel sets it
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        pass
+
+    def forward(
+        self,
+        x_BLD: torch.Tensor,
+        topk_scores_BLK: torch.Tensor,
+        topk_expert_ids_BLK: torch.Tensor,
+        num_local_tokens_per_expert_E: torch.Tensor,
+    ) -> torch.Tensor:
+        if not self.batch_invariant:
+            return super().forward(x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E)
+        out_BLD = torch.zeros_like(x_BLD)
+        for expert in topk_expert_ids_BLK.unique().tolist():
+            mine_BLK = topk_expert_ids_BLK == expert
+            score_BL1 = torch.where(mine_BLK, topk_scores_BLK, 0.0).sum(-1, keepdim=True)
+            y_BLD = (self.inner_experts.one(x_BLD, expert).float() * score_BL1).type_as(x_BLD)
+            out_BLD = torch.where(mine_BLK.any(-1, keepdim=True), out_BLD + y_BLD, out_BLD)
+        return out_BLD
 
 
 class RouterGate(Linear):
@@ -119,7 +167,7 @@ class KimiLinearBlock(Module):
         attention_masks: Mapping[str, Any] | None = None,
         positions: torch.Tensor | None = None,
         *,
-        cache: KDACache | MLACache | None = None,
+        cache: KDACache | MLACache | GrowingMLACache | None = None,
     ) -> torch.Tensor:
         mask = None if attention_masks is None else attention_masks[self.mixer_name]
         mixer = getattr(self, self.mixer_name)
@@ -129,10 +177,19 @@ class KimiLinearBlock(Module):
 
 
 class KimiLinearModel(Decoder):
-    """The decoder; which layer has KDA and which MLA is decided by the layer configs."""
+    """The decoder; which layer has KDA and which MLA is decided by the layer configs.
+
+    With batch_invariant a token's logits have the same bits however its document is batched, packed, padded or decoded:
+    the whole model runs on 64 tokens of one document at a time, always in the same shape, and while decoding the
+    unfinished block runs again at every step (`openkda.nn.blocks`). Log-probabilities of a rollout are then those of
+    training. It is slow (blocks run one after another), needs the whole model on one device (no pipeline stages, no
+    expert or tensor parallelism), and holds for the logits the model itself returns.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Decoder.Config):
+        batch_invariant: bool = False
+
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Apply run-time settings.
 
@@ -169,13 +226,20 @@ class KimiLinearModel(Decoder):
             kda_layers = [layer.kda for layer in self.layers if layer.kda is not None]
             return num_params, flops + sum(3 * 6 * kda.num_heads * kda.head_dim**2 for kda in kda_layers)
 
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.batch_invariant = config.batch_invariant
+        for module in self.modules():
+            if config.batch_invariant and isinstance(module, (InnerKDA, RoutedTokens)):
+                module.batch_invariant = True
+
     def forward(
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor | None = None,
         attention_masks: Mapping[str, Any] | None = None,
         *,
-        cache: DecodeCache | None = None,
+        cache: DecodeCache | BlockCache | None = None,
     ) -> torch.Tensor:
         """Logits `[B, L, vocabulary]`.
 
@@ -185,8 +249,10 @@ class KimiLinearModel(Decoder):
             attention_masks: From get_attention_masks; built here when positions are given and this is not.
             cache: From init_cache; the tokens then continue what the cache has seen, and it is updated in place.
         """
+        if self.batch_invariant:
+            return self._forward_blocks(tokens, positions, attention_masks, cache)
         if cache is not None:
-            return self._forward_cached(tokens, cache)
+            return self._forward_cached(tokens, cast(DecodeCache, cache))
         if attention_masks is None and positions is not None:
             attention_masks = self.get_attention_masks(positions)
         return super().forward(tokens, positions, attention_masks)  # pyright: ignore[reportArgumentType]
@@ -198,8 +264,43 @@ class KimiLinearModel(Decoder):
         cache.length += tokens.shape[1]
         return self.lm_head(self.norm(h_BLD))
 
-    def init_cache(self, batch_size: int, *, max_length: int) -> DecodeCache:
+    def _forward_blocks(
+        self,
+        tokens_BL: torch.Tensor,
+        positions_BL: torch.Tensor | None,
+        attention_masks: Mapping[str, Any] | None,
+        cache: Any | None,
+    ) -> torch.Tensor:
+        """`forward`, every block of every document alone. Reads where documents begin on the host."""
+        B, L = tokens_BL.shape[:2]
+        if B * L == 0:
+            return self.lm_head(self.norm(self.tok_embeddings(tokens_BL)))
+        offsets = list(range(0, B * L + 1, L))
+        if cache is None and positions_BL is not None:
+            offsets = document_offsets(positions_BL).tolist()
+        elif cache is None and attention_masks is not None:
+            offsets = attention_masks[KDA_LAYER].tolist()
+        documents = [tokens_BL.flatten()[a:b] for a, b in itertools.pairwise(offsets)]
+        states = cache.rows if cache is not None else [BlockState()] * len(documents)
+        results = [walk(self._block, doc, state) for doc, state in zip(documents, states, strict=True)]
+        if cache is not None:
+            cache.rows, cache.length = [state for _, state in results], cache.length + L
+        return torch.cat([logits for logits, _ in results]).view(B, L, -1)
+
+    def _block(self, tokens: torch.Tensor, before: list[Any] | None) -> tuple[torch.Tensor, list[Any]]:
+        """Logits of 64 tokens `[1, 64]`, and the layers' caches after them; those before them are left alone."""
+        new = (KDACache() if layer.attention is None else GrowingMLACache() for layer in self.config.layers)
+        caches = list(new) if before is None else [copy.copy(cache) for cache in before]
+        h_BLD = self.tok_embeddings(tokens)
+        for layer, cache in zip(self.layers.values(), caches, strict=True):
+            h_BLD = layer(h_BLD, cache=cache)
+        h_BLD = self.norm(h_BLD)
+        return (h_BLD if self._skip_lm_head else self.lm_head(h_BLD)), caches
+
+    def init_cache(self, batch_size: int, *, max_length: int) -> DecodeCache | BlockCache:
         """An empty cache for batch_size rows of at most max_length tokens each (only MLA layers need the limit)."""
+        if self.batch_invariant:
+            return BlockCache([BlockState()] * batch_size)
         weight = self.tok_embeddings.weight
 
         def buffer(width: int) -> torch.Tensor:
