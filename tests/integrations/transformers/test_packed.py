@@ -58,7 +58,10 @@ def test_packed_equals_separate(
         return torch.autograd.grad(logits.square().sum(), tuple(kimi_linear.model.parameters()), allow_unused=True)
 
     want = torch.cat([kimi_linear(d[None]).logits for d in documents], dim=1)
-    got = kimi_linear(torch.cat(documents)[None], **DESCRIPTIONS[description]).logits
+    described = {
+        k: v.to(kimi_linear.device) if isinstance(v, Tensor) else v for k, v in DESCRIPTIONS[description].items()
+    }
+    got = kimi_linear(torch.cat(documents)[None], **described).logits
     close(got, want, 1e-5)
     if training:
         for a, b in zip(gradients(got), gradients(want), strict=True):
