@@ -27,7 +27,6 @@ from openkda.nn.blocks import BlockState, walk
 from openkda.nn.cache import KDABlockStates, KDACache, KDALayerState
 from openkda.nn.convolution import ShortConvolution
 from openkda.nn.normalization import FusedRMSNormGated
-from openkda.nn.recompute import recomputed
 
 _OP = "KimiDeltaAttention"
 
@@ -280,32 +279,29 @@ class KimiDeltaAttention(nn.Module):
         if cp_context is not None or not (keep and one_token_each) or torch.is_grad_enabled():
             options = {"batch_invariant": self.batch_invariant, "save_intermediates": self.save_intermediates}
             operator, options = chunk_kda, options | {"cp_context": cp_context}
-        with recomputed(q, k, v):
-            o, recurrent = operator(
-                q,
-                k,
-                v,
-                raw_gate,
-                raw_beta,
-                initial_state=old.recurrent if old else None,
-                output_final_state=keep,
-                use_qk_l2norm_in_kernel=True,
-                use_gate_in_kernel=True,
-                use_beta_sigmoid_in_kernel=True,
-                allow_neg_eigval=self.allow_neg_eigval,
-                A_log=self.A_log,
-                dt_bias=self.dt_bias,
-                lower_bound=self.lower_bound,
-                cu_seqlens=cu_seqlens,
-                backend=self.backend,
-                **options,
-            )
+        o, recurrent = operator(
+            q,
+            k,
+            v,
+            raw_gate,
+            raw_beta,
+            initial_state=old.recurrent if old else None,
+            output_final_state=keep,
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            allow_neg_eigval=self.allow_neg_eigval,
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            lower_bound=self.lower_bound,
+            cu_seqlens=cu_seqlens,
+            backend=self.backend,
+            **options,
+        )
         if cache is not None:
             cache.set(key, KDALayerState(*new_states, recurrent))  # type: ignore[arg-type]
         gate = self.g_b_proj(self.g_a_proj(x)).unflatten(-1, (-1, V))  # [B, T, HV, V]
-        o = self.o_norm(o, gate).flatten(-2)
-        with recomputed(o):
-            return self.o_proj(o)
+        return self.o_proj(self.o_norm(o, gate).flatten(-2))
 
     def extra_repr(self) -> str:
         gate = "softplus" if self.lower_bound is None else f"bounded({self.lower_bound})"
