@@ -271,11 +271,13 @@ class _Pool:
 
     def place(self, nbytes: int, pieces: list[Use]) -> int | None:
         """The first offset at which these bytes fit, which are then taken; None where there is none."""
-        ends = {-(-use.high // ALIGNMENT) * ALIGNMENT for use in self.taken}
-        for offset in sorted({0, *ends}):
+        if self.size is not None and nbytes > self.size:
+            return None
+        others = [use for use in self.taken if any(use.first <= p.last and p.first <= use.last for p in pieces)]
+        for offset in sorted({0, *(-(-use.high // ALIGNMENT) * ALIGNMENT for use in others)}):
             if self.size is not None and offset + nbytes > self.size:
                 break
-            if not any(piece.meets(other, offset) for piece in pieces for other in self.taken):
+            if not any(piece.meets(other, offset) for piece in pieces for other in others):
                 self.taken += [Use(p.low + offset, p.high + offset, p.first, p.last) for p in pieces]
                 return offset
         return None

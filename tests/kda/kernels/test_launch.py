@@ -1,0 +1,132 @@
+"""Launches of a plan, followed through a stand-in for the CUDA driver: what it gets from the first run, which goes the
+ordinary way, and from later ones, which do not, is the same.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime import driver as config
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from openkda.frameworks.planned import Planner, Signature
+from openkda.kda.kernels import launch as launching
+from openkda.kda.kernels.launch import launch
+
+
+@triton.jit(do_not_specialize=["m"])
+def _kernel(x, y, tiles, absent, n, m, stride, scale, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tile = tl.sum(tiles.load([0, 0]).to(tl.float32))
+    if absent is None:
+        tl.store(y + i * stride, scale * tl.load(x + i, mask=i < n, other=0.0) + tile + m, mask=i < n)
+
+
+LAUNCHES = []  # one list for all drivers: Triton keeps a compiled kernel, and the launcher with it
+
+
+class StandIn(DriverBase):
+    """Compiles for sm_90, loads nothing, and writes down each launch."""
+
+    def __init__(self):
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda device: 77
+        self.utils = SimpleNamespace(
+            load_binary=lambda *args: ("module", "function", 32, 0, 1024),
+            get_device_properties=lambda device: {"max_shared_mem": 232448, "max_num_regs": 65536, "warpSize": 32},
+            unload_module=lambda module: None,
+        )
+        self.launcher_cls = lambda src, metadata: lambda *args: LAUNCHES.append((src, args))
+
+    @classmethod
+    def is_active(cls):
+        return True
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def map_python_to_cpp_type(self, ty):
+        return ty
+
+    def get_active_torch_device(self):
+        raise AssertionError
+
+    def get_benchmarker(self):
+        raise AssertionError
+
+
+@pytest.fixture
+def driver():
+    LAUNCHES.clear()
+    before = config._active
+    config.set_active(StandIn())
+    yield
+    config.set_active(before)
+
+
+def plan_of(misaligned=0):
+    """A plan of one launch, with its memories: x (an input), tiles (a workspace) and y."""
+    planner = Planner(90)
+    x = planner.input(Signature((64,), (1,), "float32", misaligned))
+    y = planner.result((64,), "float32")
+    tiles = planner.empty((32, 64), like=x, dtype="bfloat16")
+    descriptor = TensorDescriptor(planner.descriptor_base(tiles[16:]), [16, 64], [64, 1], [16, 16])
+    launch(_kernel, 2, x, y[16:], descriptor, None, 48, 5, 16, 0.5, BLOCK=32, num_warps=2)
+    return planner.finish()
+
+
+def as_driver_sees(args):
+    """A launch's arguments as plain values; its launch metadata and hooks left out."""
+
+    def plain(x):
+        if isinstance(x, TensorDescriptor):
+            return ("tiles", x.base.data_ptr(), x.shape, x.strides, x.block_shape, x.padding)
+        return x.data_ptr() if hasattr(x, "data_ptr") else x
+
+    return [*args[:6], *(plain(x) for x in args[9:])]
+
+
+@pytest.mark.parametrize("misaligned", [0, 4])
+def test_a_direct_launch_hands_over_what_the_ordinary_one_does(misaligned, driver):
+    step = plan_of(misaligned).steps[0]
+    memories = [1 << 20, 2 << 20, 3 << 20]
+    for _ in range(2):
+        step.run(memories, launching.current_stream())
+    step.run([4 << 20, 5 << 20, 6 << 20], launching.current_stream())
+    (src, ordinary), (_, direct), (_, moved) = LAUNCHES
+    assert as_driver_sees(direct) == as_driver_sees(ordinary)
+    assert ordinary[:4] == (2, 1, 1, 77)
+    pointers = [1 << 20 | misaligned, 2 << 20 | 64, ("tiles", 3 << 20 | 2048, [16, 64], [64, 1], [16, 16], "zero")]
+    assert as_driver_sees(ordinary)[6:] == [*pointers, None, 48, 5, 16, 0.5, 32]
+    assert as_driver_sees(moved)[6:8] == [4 << 20 | misaligned, 5 << 20 | 64]
+    assert bool(src.attrs.get((0,))) == (misaligned == 0)  # 16-byte alignment of x
+    assert src.signature["m"] == "i32"  # not looked at
+    assert src.attrs[4,]  # n is a multiple of 16
+
+
+def test_who_watches_launches_gets_ordinary_ones(driver):
+    seen = []
+    step = plan_of().steps[0]
+    step.run([1 << 20, 2 << 20, 3 << 20], launching.current_stream())
+    hook = seen.append
+    triton.knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        assert launching.current_stream() is None
+        step.run([1 << 20, 2 << 20, 3 << 20], launching.current_stream())
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(hook)
+    assert launching.current_stream() == 77
+    assert len(LAUNCHES) == 2
+    assert LAUNCHES[1][1][7] is triton.knobs.runtime.launch_enter_hook
+
+
+def test_a_launch_of_no_programs_is_none(driver):
+    launch(_kernel, 0, torch.zeros(1))
+    assert LAUNCHES == []
