@@ -23,6 +23,7 @@ oracle: openkda.kda.eager, `decay_factors`, `intra_chunk_scores`, `triangular_in
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import triton
@@ -409,13 +410,12 @@ def _settings(stage: str, q: Any, v: Any, act: Activations, layout: Layout, tile
     return settings
 
 
-def _hopper(a: Any, *token_tensors: Any) -> Any | None:
-    """The faster module for the recomputation where it takes the call, else None."""
+def _hopper(name: str, a: Any, *token_tensors: Any) -> Any | None:
+    """The faster module of that name where it takes the call, else None."""
     if frameworks.of(a).compute_capability(a) != 90:
         return None
-    from openkda.kda.kernels import recompute_hopper
-
-    return recompute_hopper if recompute_hopper.takes(a, *token_tensors) else None
+    module = importlib.import_module("openkda.kda.kernels." + name)
+    return module if module.takes(a, *token_tensors) else None
 
 
 def _token_strides(*xs: Any) -> list[int]:
@@ -461,7 +461,7 @@ def recompute_fwd(
     """
     fw = frameworks.of(q)
     HV = int(v.shape[2])
-    if tile is None and (module := _hopper(a, q, k, v, g)) is not None:
+    if tile is None and (module := _hopper("recompute_hopper", a, q, k, v, g)) is not None:
         module.recompute_fwd(
             q=q, k=k, v=v, g=g, beta=beta, a=a, w=w, u=u, kg=kg, qg=qg, decay=decay, norms=norms, act=act,
             layout=layout, **tuning.lookup("recompute_fwd_hopper", 90, work=layout.num_chunks * HV),

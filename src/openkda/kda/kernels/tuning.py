@@ -46,6 +46,7 @@ TABLES: dict[str, dict[int, list[Row]]] = {
     # The same stages in Gluon (scan_hopper.py); two programs a head run beside each other up to 66 heads.
     "scan_fwd_hopper": {90: [(ANY, {"BV": 64, "RING": 3})]},
     "values_bwd_hopper": {90: [(ANY, {"PROGRAMS": 132})]},  # one a multiprocessor
+    "prepare_fwd_hopper": {90: [(ANY, {})]},
     "recompute_fwd_hopper": {90: [(ANY, {"PROGRAMS": 132})]},
     "reverse_scan_bwd_hopper": {90: [(40, {"BV": 64, "RING": 3}), (ANY, {"BV": 64, "RING": 2})]},
     # One chunk a program, four warps, one a 16-row block; BK channels at a time: more would spill.
@@ -69,9 +70,10 @@ TABLES: dict[str, dict[int, list[Row]]] = {
         90: [(ANY, _gradients(64, 396, maxnreg=168))],
         100: [(ANY, _gradients(64, 592))],
     },
-    # One token a program: bytes in flight are all that counts. The same at any size: a step has the same bits in any
-    # batch.
-    "recurrent_fwd": {family: [(ANY, {"BV": 32, "num_warps": 4})] for family in FAMILIES},
+    # States pass by once: what counts is bytes in flight and long rows, [K, 32] and [8, K]. One warp a program needs no
+    # barriers. The same at any size: a step has the same bits in any batch.
+    "recurrent_fwd": {family: [(ANY, {"BV": 32, "num_warps": 1})] for family in FAMILIES},
+    "recurrent_fwd_v_first": {family: [(ANY, {"BV": 8, "num_warps": 1})] for family in FAMILIES},
     "reverse_scan_bwd": {
         80: [(ANY, _row(32, 4, 2))],
         89: [(ANY, _row(32, 4, 1))],
