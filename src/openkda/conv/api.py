@@ -25,7 +25,7 @@ def _fused(*args: Any, **options: Any) -> tuple[Any, Any | None]:
 
 
 AVAILABLE = {  # best first
-    _OP: {"eager": eager.causal_conv1d, "triton": _fused, "reference": reference.causal_conv1d}
+    _OP: {"triton": _fused, "eager": eager.causal_conv1d, "reference": reference.causal_conv1d}
 }
 
 

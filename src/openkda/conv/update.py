@@ -112,8 +112,8 @@ def _fused(*args: Any, **options: Any) -> Any:
 
 AVAILABLE = {  # best first
     _OP: {
-        "eager": functools.partial(_with, eager.causal_conv1d),
         "triton": _fused,
+        "eager": functools.partial(_with, eager.causal_conv1d),
         "reference": functools.partial(_with, reference.causal_conv1d),
     }
 }

@@ -27,6 +27,7 @@ from openkda.nn.blocks import BlockState, walk
 from openkda.nn.cache import KDABlockStates, KDACache, KDALayerState
 from openkda.nn.convolution import ShortConvolution
 from openkda.nn.normalization import FusedRMSNormGated
+from openkda.nn.recompute import Recipe, recomputed
 
 _OP = "KimiDeltaAttention"
 
@@ -257,12 +258,16 @@ class KimiDeltaAttention(nn.Module):
         old = cache.get(key) if cache is not None else None  # type: ignore[arg-type]
         keep = cache is not None
         new_states = []
+        recipes: list[Recipe] = []
 
         def conv(layer: ShortConvolution, x: Tensor, state: Tensor | None) -> Tensor:
             y, last = layer(
                 x, initial_state=state, output_final_state=keep, cu_seqlens=cu_seqlens, cp_context=cp_context
             )
             new_states.append(last)
+            if cp_context is None:  # else what comes from other ranks would be fetched once more
+                inputs = (x, layer.weight, layer.bias, state, cu_seqlens)
+                recipes.append(Recipe(y, layer.again, inputs))
             return y
 
         K, V = self.sizes.head_dim, self.sizes.head_v_dim
@@ -279,29 +284,35 @@ class KimiDeltaAttention(nn.Module):
         if cp_context is not None or not (keep and one_token_each) or torch.is_grad_enabled():
             options = {"batch_invariant": self.batch_invariant, "save_intermediates": self.save_intermediates}
             operator, options = chunk_kda, options | {"cp_context": cp_context}
-        o, recurrent = operator(
-            q,
-            k,
-            v,
-            raw_gate,
-            raw_beta,
-            initial_state=old.recurrent if old else None,
-            output_final_state=keep,
-            use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            allow_neg_eigval=self.allow_neg_eigval,
-            A_log=self.A_log,
-            dt_bias=self.dt_bias,
-            lower_bound=self.lower_bound,
-            cu_seqlens=cu_seqlens,
-            backend=self.backend,
-            **options,
-        )
+        with recomputed(*recipes):
+            o, recurrent = operator(
+                q,
+                k,
+                v,
+                raw_gate,
+                raw_beta,
+                initial_state=old.recurrent if old else None,
+                output_final_state=keep,
+                use_qk_l2norm_in_kernel=True,
+                use_gate_in_kernel=True,
+                use_beta_sigmoid_in_kernel=True,
+                allow_neg_eigval=self.allow_neg_eigval,
+                A_log=self.A_log,
+                dt_bias=self.dt_bias,
+                lower_bound=self.lower_bound,
+                cu_seqlens=cu_seqlens,
+                backend=self.backend,
+                **options,
+            )
         if cache is not None:
             cache.set(key, KDALayerState(*new_states, recurrent))  # type: ignore[arg-type]
         gate = self.g_b_proj(self.g_a_proj(x)).unflatten(-1, (-1, V))  # [B, T, HV, V]
-        return self.o_proj(self.o_norm(o, gate).flatten(-2))
+        normed = self.o_norm(o, gate).flatten(-2)
+        with recomputed(Recipe(normed, self._normed_again, (o, gate, self.o_norm.weight))):
+            return self.o_proj(normed)
+
+    def _normed_again(self, o: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        return self.o_norm.again(o, gate, weight).flatten(-2)
 
     def extra_repr(self) -> str:
         gate = "softplus" if self.lower_bound is None else f"bounded({self.lower_bound})"

@@ -74,5 +74,12 @@ class ShortConvolution(nn.Module):
             backend=self.backend,
         )
 
+    def again(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        """y of `forward` from the same tensors; for `recompute`."""
+        options: dict[str, Any] = {"activation": self.activation, "initial_state": state, "cu_seqlens": cu_seqlens}
+        return causal_conv1d(x, weight[:, 0], bias, **options, backend=self.backend)[0]
+
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, kernel_size={self.kernel_size}, activation={self.activation!r}"

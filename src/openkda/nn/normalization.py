@@ -47,5 +47,9 @@ class FusedRMSNormGated(nn.Module):
         """x, gate `[.., D]` -> `[.., D]` in the dtype of x; see `openkda.rms_norm_gated`."""
         return rms_norm_gated(x, gate, self.weight, activation=self.activation, eps=self.eps, backend=self.backend)
 
+    def again(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        """`forward` from the same tensors; for `recompute`."""
+        return rms_norm_gated(x, gate, weight, activation=self.activation, eps=self.eps, backend=self.backend)
+
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, activation={self.activation!r}, eps={self.eps}"

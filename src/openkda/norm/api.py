@@ -22,10 +22,10 @@ def _fused(op: str) -> Callable[..., Any]:
 
 
 AVAILABLE = {  # best first
-    "l2norm": {"eager": eager.l2norm, "triton": _fused("l2norm"), "reference": reference.l2norm},
+    "l2norm": {"triton": _fused("l2norm"), "eager": eager.l2norm, "reference": reference.l2norm},
     "rms_norm_gated": {
-        "eager": eager.rms_norm_gated,
         "triton": _fused("rms_norm_gated"),
+        "eager": eager.rms_norm_gated,
         "reference": reference.rms_norm_gated,
     },
 }
