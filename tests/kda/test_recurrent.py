@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -67,11 +69,27 @@ def test_recurrent_kda_computes_16_bit_inputs_in_fp32():
     assert final.dtype == torch.float32
 
 
-def test_recurrent_kda_does_not_drift_over_4096_steps_of_slow_decay():
-    # exp(-1e-4) in fp32 is off by half a unit in the last place, 2**-25, the same way every step: at most 1.2e-4 after
-    # 4096 of them. In bf16 it would be 1, and the state wrong by a third.
-    inputs = testing.make_inputs(T=4096, H=1, K=4, V=4, gate="slow", beta=0.01, dtype="float32")
-    testing.assert_close(results(recurrent_kda, inputs), wanted(inputs), 4096 * 2**-25)
+@pytest.mark.parametrize("beta", [0.0, 0.01])
+@pytest.mark.parametrize("nats", [-1e-4, -1e-3, -1e-2])
+def test_recurrent_kda_does_not_drift_over_4096_steps_of_slow_decay(nats, beta):
+    # A state times exp(-1e-4), rounded to fp32, would be off by half a unit in the last place, 2**-25, the same way at
+    # every step: up to 1.2e-4 in the end (the reference: 8.8e-5). What is left here are roundings of either sign.
+    inputs = testing.make_inputs(T=4096, H=1, K=4, V=4, gate="slow", dtype="float32")
+    inputs.g.fill_(nats)
+    inputs.beta.fill_(beta)
+    got, exact = results(recurrent_kda, inputs), wanted(inputs)
+    assert testing.relative_rms(got["final_state"], exact["final_state"]) < 4e-6
+
+
+@pytest.mark.parametrize("nats", [-0.49, -0.51, -1.0, -20.0, -80.0])
+def test_recurrent_kda_decays_to_the_last_digit(nats):
+    # Both sides of the switch, and where exp(g) - 1 is -1: what is left of a state must still be right.
+    state, zeros = torch.randn(1, 1, 8, 8), torch.zeros(1, 1, 1, 8)
+    _, got = recurrent_kda(
+        *(zeros,) * 3, zeros + nats, zeros[..., 0], initial_state=state, output_final_state=True, backend="eager"
+    )
+    g = torch.tensor(nats).double().item()  # as fp32 holds it
+    assert testing.relative_rms(got, state.double() * math.exp(g)) < 2e-7
 
 
 def test_recurrent_kda_returns_no_state_unless_asked():
@@ -237,9 +255,12 @@ def test_a_strided_pool_is_updated_in_place():
 )
 def test_recurrent_kda_refuses_a_bad_pool(change, error, message):
     inputs = testing.make_inputs(B=2, T=1, dtype="float32", gate="given")
-    arguments = {"initial_state": torch.zeros(4, 2, 16, 16), "state_indices": torch.tensor([0, 1])} | change
+    arguments = {"initial_state": torch.randn(4, 2, 16, 16), "state_indices": torch.tensor([0, 1])} | change
+    pool = arguments["initial_state"]
+    before = None if pool is None else pool.clone()
     with pytest.raises(error, match=f"^recurrent_kda: {message}"):
         recurrent_kda(*inputs.args, **arguments)
+    assert pool is None or torch.equal(pool, before)
 
 
 @pytest.mark.parametrize(
@@ -253,9 +274,11 @@ def test_recurrent_kda_refuses_a_bad_pool(change, error, message):
 def test_pool_rows_are_checked_on_request(indices, message, monkeypatch):
     monkeypatch.setenv("OPENKDA_CHECK", "1")
     inputs = testing.make_inputs(B=2, T=1, dtype="float32", gate="given")
-    pool = torch.zeros(4, 2, 16, 16)
+    pool = torch.randn(4, 2, 16, 16)
+    before = pool.clone()
     with pytest.raises(ValueError, match=f"^recurrent_kda: {message}"):
         recurrent_kda(*inputs.args, initial_state=pool, state_indices=torch.tensor(indices))
+    assert torch.equal(pool, before)
 
 
 def test_padding_may_come_more_than_once_when_checked(monkeypatch):

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from openkda import recurrent_kda, testing
+from openkda import chunk_kda, recurrent_kda, testing
 from openkda.kda import fused_recurrent
 
 pytestmark = pytest.mark.interpreter
@@ -135,6 +135,17 @@ def test_decoding_is_one_call_bitwise_and_a_batch_is_its_rows(device):
     assert torch.equal(state, want["final_state"][1:2])
 
 
+@pytest.mark.parametrize("split", [1, 63, 64, 69])
+def test_hand_off_from_chunks_to_tokens_and_to_chunks_equals_one_call(split, device):
+    inputs = testing.make_inputs(T=70, H=1, HV=2, K=16, dtype="float32", device=device, **FUSED)
+    exact = {name: testing.oracle(inputs)[name] for name in NAMES}
+    head, state = chunk_kda(*(x[:, :split] for x in inputs.args), **inputs.kwargs, backend="triton")
+    for operator in (recurrent_kda, chunk_kda):
+        rest = inputs.kwargs | {"initial_state": state, "backend": "triton"}
+        o, final = operator(*(x[:, split:] for x in inputs.args), **rest)
+        testing.assert_close({"o": torch.cat([head, o], 1), "final_state": final}, exact, testing.FP32_LIMIT)
+
+
 # ---- packed
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 def test_packed_equals_each_sequence_alone_and_slots_and_tail_are_padding(index_dtype, device):
@@ -188,9 +199,15 @@ def test_pool_is_updated_in_place_and_padding_touches_nothing(index_dtype, v_fir
         state_indices=torch.tensor(rows, dtype=index_dtype, device=device),
     )
     assert none is None
-    assert torch.equal(o[live], want["o"][live])
     assert not o[1].any()
-    assert torch.equal(pool, pool_of(want["final_state"][live].to(pool_dtype), [5, 0, 2], 7))
+    expected = pool_of(want["final_state"][live].to(pool_dtype), [5, 0, 2], 7)
+    assert torch.equal(pool[[1, 3, 4, 6]], expected[[1, 3, 4, 6]])
+    if pool_dtype == torch.float32:
+        assert torch.equal(o[live], want["o"][live])
+        assert torch.equal(pool, expected)
+    else:  # another kernel: it may sum in another order, and round the other way in the end
+        assert testing.relative_rms(o[live], want["o"][live].double()) < testing.FP32_LIMIT
+        assert testing.relative_rms(pool[[5, 0, 2]], want["final_state"][live].double()) < 2**-8
 
 
 def test_packed_pool_with_padding_slots_and_a_tail(device):
@@ -214,7 +231,8 @@ def test_strided_pool_is_updated_in_place(device):
     pool[[1, 3]] = inputs.initial_state
     slots = torch.tensor([9, 1, 9, 3], device=device)[1::2]  # strided itself
     kernel(*inputs.args, **inputs.kwargs | {"initial_state": pool}, state_indices=slots)
-    assert torch.equal(pool[[1, 3]], want["final_state"])
+    # another kernel, compiled for these strides: it may sum in another order
+    assert testing.relative_rms(pool[[1, 3]], want["final_state"].double()) < testing.FP32_LIMIT
     assert (wide[..., 1::2] == 7).all()
     assert (pool[[0, 2]] == 7).all()
 
@@ -237,8 +255,8 @@ def test_recurrent_kernel_takes_a_pool_of_more_than_2_to_the_31_elements(device)
     pool[-1] = inputs.initial_state[0].bfloat16()
     slots = torch.tensor([139_999], device=device)
     o, _ = kernel(*inputs.args, **inputs.kwargs | {"initial_state": pool}, state_indices=slots)
-    assert torch.equal(o, want["o"])
-    assert torch.equal(pool[-1], want["final_state"][0].bfloat16())
+    testing.assert_close({"o": o}, {"o": want["o"].double()}, testing.FP32_LIMIT)
+    assert testing.relative_rms(pool[-1], want["final_state"][0].double()) < 2**-8
     assert not pool[:-1].any()
 
 

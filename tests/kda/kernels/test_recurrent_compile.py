@@ -28,21 +28,23 @@ def compiled(arch, tile, *, K=128, V=128, pool="fp32", v_first=False, packed=Fal
         constants["cu_seqlens"] = None
     signature = {n: t for n, t in signature.items() if n not in constants}
     aligned = tuple(n for n in strides if n not in constants)
-    return compile_for(kernel, signature, constants, arch, num_warps=tile["num_warps"], aligned=aligned)
+    num_warps = tile["num_warps"] * (2 if K > 128 else 1)
+    return compile_for(kernel, signature, constants, arch, num_warps=num_warps, aligned=aligned)
 
 
 @pytest.mark.parametrize("arch", tuning.FAMILIES, ids=lambda arch: f"sm_{arch}")
 @pytest.mark.parametrize("call", [{}, {"packed": True}, {"K": 256, "V": 256}], ids=["one", "packed", "wide"])
 def test_recurrent_does_not_spill(arch, call):
-    for _, tile in tuning.TABLES["recurrent_fwd"][arch]:
-        used = resources(compiled(arch, tile, **call), arch)
-        assert used.spill_stores == used.spill_loads == used.stack == 0, used
+    for v_first, stage in enumerate(("recurrent_fwd", "recurrent_fwd_v_first")):
+        for _, tile in tuning.TABLES[stage][arch]:
+            used = resources(compiled(arch, tile, v_first=bool(v_first), **call), arch)
+            assert used.spill_stores == used.spill_loads == used.stack == 0, used
 
 
 @pytest.mark.parametrize("v_first", [False, True], ids=["K_first", "V_first"])
 @pytest.mark.parametrize("pool, width", [("fp32", "v4.b32"), ("bf16", "v4.b32")])
 def test_recurrent_moves_states_in_16_bytes(pool, width, v_first):
-    _, tile = tuning.TABLES["recurrent_fwd"][90][-1]
+    _, tile = tuning.TABLES["recurrent_fwd_v_first" if v_first else "recurrent_fwd"][90][-1]
     ptx = compiled(90, tile, pool=pool, v_first=v_first).asm["ptx"]
     size = 4 if pool == "fp32" else 2
     accesses = 128 * tile["BV"] * size // (16 * 32 * tile["num_warps"])  # of one thread, to one state tile

@@ -188,7 +188,10 @@ def recurrent_fwd(
     fw = frameworks.of(q)
     (B, T, H, K), (HV, V) = fw.shape(q), fw.shape(v)[2:]
     N = B if cu_seqlens is None else int(cu_seqlens.shape[0]) - 1
-    settings = dict(tile or tuning.lookup("recurrent_fwd", tuning.family_of(q), work=N * HV))
+    stage = "recurrent_fwd_v_first" if state_v_first else "recurrent_fwd"
+    settings = dict(tile or tuning.lookup(stage, tuning.family_of(q), work=N * HV))
+    if K > 128:
+        settings["num_warps"] *= 2
     BK, BV = triton.next_power_of_2(K), min(settings.pop("BV"), triton.next_power_of_2(V))
     strides = [int(n) for x in (q, k, v, g, beta) for n in fw.strides(x)[:3]]
     with fw.on_device(q):
