@@ -58,6 +58,21 @@ def test_decoding_on_two_threads_gives_the_bits_of_the_whole_sequence(two_thread
     assert torch.equal(torch.cat(got, 1), want)
 
 
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_decoding_on_a_gpu_gives_the_bits_of_the_whole_sequence(backend, gate):
+    layer = make("even", gate, torch.bfloat16, head_dim=64, backend=backend).cuda()
+    cache, x = KDACache(), draw(layer, 3, 70).cuda()
+    want = layer(x)
+    got = [layer(part, cache=cache) for part in x.split([50, *[1] * 20], 1)]
+    assert torch.equal(torch.cat(got, 1), want)
+    assert torch.equal(layer(x[1:2]), want[1:2])
+    packed = layer(x.flatten(0, 1)[None], cu_seqlens=torch.tensor([0, 70, 140, 210], device="cuda"))
+    assert torch.equal(packed[0], want.flatten(0, 1))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("sizes", SIZES)
