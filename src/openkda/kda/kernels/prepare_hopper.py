@@ -95,10 +95,10 @@ def _quarters(x, layout: gl.constexpr):
 
 
 @gluon.jit
-def _side_by_side(x, y, layout: gl.constexpr):
-    """[64, N], [64, N] -> [64, 2 N]"""
-    N: gl.constexpr = x.shape[1]
-    return gl.convert_layout(gl.join(x, y).permute((0, 2, 1)).reshape([64, 2 * N]), layout)
+def _joined(x):
+    """Two pieces [4, 16, N] -> [4, 16, 2 N]"""
+    N: gl.constexpr = x[0].shape[2]
+    return gl.convert_layout(gl.join(x[0], x[1]).permute((0, 1, 3, 2)).reshape([4, 16, 2 * N]), BLOCKS)
 
 
 @gluon.jit
@@ -310,7 +310,7 @@ def _apply(rows, tables, which: gl.constexpr, half: gl.constexpr):
     low, high = _halves(rows, BLOCKS)
     low = _times(low, _factor(tables, which, 2 * half))
     high = _times(high, _factor(tables, which, 2 * half + 1))
-    return gl.convert_layout(gl.join(low, high).permute((0, 1, 3, 2)).reshape([4, 16, 64]), BLOCKS)
+    return _joined((low, high))
 
 
 @gluon.jit
@@ -402,46 +402,34 @@ def _prepare_fwd_hopper_kernel(
         sq, sk = _inner_scores(q, k, terms, i3, s3)
 
         # k to the end of its block: columns, and from there to the end of the chunk: Kg
+        # q and k from the start of their block: rows, and from the start of the chunk: Qg, k * Din
         i_op = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, LHS)))[None, :, None]
         s_op = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, LHS)))[None, None, :]
-        keep = _all_blocks(s_op > i_op)
+        behind, up_to = _all_blocks(s_op > i_op), _all_blocks(s_op <= i_op)
+        q_rows, k_rows = (), ()
         for half in gl.static_range(2):
-            x, y = (), ()
+            x_col, x_kg, x_q, x_k, x_qg, x_kd = (), (), (), (), (), ()
             for part in gl.static_range(2):
-                f = gl.exp2(_exponents(keep, terms[2 * half + part]))
-                x = x + (_times(k[2 * half + part], _half(f)),)
-                y = y + (
-                    (k[2 * half + part].to(gl.float32) * (f * _table(tables, 1, 2 * half + part))).to(gl.bfloat16),
-                )
-            col.slice(64 * half, 64, 1).store(_side_by_side(_matrix(x[0], ROWS), _matrix(x[1], ROWS), ROWS))
-            kg = _side_by_side(_matrix(y[0], ROWS), _matrix(y[1], ROWS), ROWS)
-            tiles.index(0).slice(64 * half, 64, 1).store(kg)
+                wide_k = k[2 * half + part].to(gl.float32)
+                f = gl.exp2(_exponents(behind, terms[2 * half + part]))
+                x_col = x_col + (_times(k[2 * half + part], _half(f)),)
+                x_kg = x_kg + ((wide_k * (f * _table(tables, 1, 2 * half + part))).to(gl.bfloat16),)
+                f = gl.exp2(_exponents(up_to, terms[2 * half + part]))
+                f_op = _half(f)
+                x_q = x_q + (_times(q[2 * half + part], f_op),)
+                x_k = x_k + (_times(k[2 * half + part], f_op),)
+                f *= _table(tables, 0, 2 * half + part)
+                x_qg = x_qg + ((q[2 * half + part].to(gl.float32) * f * scale).to(gl.bfloat16),)
+                x_kd = x_kd + ((wide_k * f).to(gl.bfloat16),)
+            q_rows = q_rows + (_joined(x_q),)
+            k_rows = k_rows + (_joined(x_k),)
+            col.slice(64 * half, 64, 1).store(_matrix(_joined(x_col), ROWS))
+            tiles.index(0).slice(64 * half, 64, 1).store(_matrix(_joined(x_kg), ROWS))
+            tiles.index(1).slice(64 * half, 64, 1).store(_matrix(_joined(x_qg), ROWS))
+            tiles.index(2).slice(64 * half, 64, 1).store(_matrix(_joined(x_kd), ROWS))
         fence_async_shared()
         tma.async_copy_shared_to_global(kg_desc, [item * C, 0], tiles.index(0))
-
-        # q and k from the start of their block: rows, and from the start of the chunk: Qg, k * Din
-        keep = _all_blocks(s_op <= i_op)
-        q_rows, k_rows, kd = (), (), ()
-        for half in gl.static_range(2):
-            x, y, z, w = (), (), (), ()
-            for part in gl.static_range(2):
-                f = gl.exp2(_exponents(keep, terms[2 * half + part]))
-                f_op = _half(f)
-                x = x + (_times(q[2 * half + part], f_op),)
-                y = y + (_times(k[2 * half + part], f_op),)
-                f *= _table(tables, 0, 2 * half + part)
-                z = z + ((q[2 * half + part].to(gl.float32) * f * scale).to(gl.bfloat16),)
-                w = w + ((k[2 * half + part].to(gl.float32) * f).to(gl.bfloat16),)
-            q_rows = q_rows + (_joined(x[0], x[1]),)
-            k_rows = k_rows + (_joined(y[0], y[1]),)
-            qg = _side_by_side(_matrix(z[0], ROWS), _matrix(z[1], ROWS), ROWS)
-            tiles.index(1).slice(64 * half, 64, 1).store(qg)
-            kd = kd + (_side_by_side(_matrix(w[0], ROWS), _matrix(w[1], ROWS), ROWS),)
-        fence_async_shared()
         tma.async_copy_shared_to_global(qg_desc, [item * C, 0], tiles.index(1))
-        tma.store_wait(1)  # Kg has left
-        for half in gl.static_range(2):
-            tiles.index(0).slice(64 * half, 64, 1).store(kd[half])
 
         # scores of the chunk
         block = gl.arange(0, C, layout=gl.SliceLayout(1, NARROW))[:, None] // 16
@@ -450,7 +438,8 @@ def _prepare_fwd_hopper_kernel(
         inner = gl.where(diagonal, gl.expand_dims(qk, 2), inner)
         aq = _assemble(_matrix(inner, NARROW), z, block) * scale
         z = _outer_scores(k_rows, col, tables)
-        squares = tiles.index(2)._reinterpret(gl.bfloat16, [2, C, C], aqk_desc.layout)
+        tma.store_wait(1)  # Kg has left
+        squares = tiles.index(0)._reinterpret(gl.bfloat16, [2, C, C], aqk_desc.layout)
         _send(squares.index(0), aq.to(gl.bfloat16), aqk_desc, item * C)
 
         # v on its way, where Qg has left
@@ -485,7 +474,7 @@ def _prepare_fwd_hopper_kernel(
         b = betas.reshape([C]).load(gl.SliceLayout(0, SQUARE))
         ab = gl.convert_layout((x * b[None, :]).to(gl.bfloat16), gl.DotOperandLayout(0, WIDE, 2))
         wide = gl.zeros([C, D], gl.float32, WIDE)
-        b_w = warpgroup_mma(ab, tiles.index(0), wide, use_acc=False, is_async=True)
+        b_w = warpgroup_mma(ab, tiles.index(2), wide, use_acc=False, is_async=True)
         b_w = warpgroup_mma_wait(0, deps=[b_w])
         result = col._reinterpret(gl.bfloat16, [C, D], w_desc.layout)
         _send(result, b_w.to(gl.bfloat16), w_desc, item * C)
@@ -497,15 +486,8 @@ def _prepare_fwd_hopper_kernel(
             gl.thread_barrier()
         b_u = warpgroup_mma(ab, b_v, wide, use_acc=False, is_async=True)
         b_u = warpgroup_mma_wait(0, deps=[b_u])
-        _send(tiles.index(0), b_u.to(gl.bfloat16), u_desc, item * C)
+        _send(tiles.index(2), b_u.to(gl.bfloat16), u_desc, item * C)
         tma.store_wait(0)
-
-
-@gluon.jit
-def _joined(x, y):
-    """[4, 16, N], [4, 16, N] -> [4, 16, 2 N]"""
-    N: gl.constexpr = x.shape[2]
-    return gl.convert_layout(gl.join(x, y).permute((0, 1, 3, 2)).reshape([4, 16, 2 * N]), BLOCKS)
 
 
 # ---------------------------------------------------------------- launcher
