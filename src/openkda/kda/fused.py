@@ -308,22 +308,23 @@ def _plan_backward(
         "d" + name: grads[i] if wanted[i] else p.empty(tensors[i].shape, like=tensors[i])
         for i, name in enumerate(INPUTS)
     }
-    sums = {name: grads[i] for i, name in ((6, "A_log"), (7, "dt_bias")) if wanted[i]}
+    sums = {name: grads[i] if wanted[i] else None for i, name in ((6, "A_log"), (7, "dt_bias"))}
     stage_wanted = any(wanted[:5]) or any(wanted[6:])
     (side, lag), waiting, dstate = _side(p, do, segments), [], None
-    H, HV, done = inputs["q"].shape[2], inputs["v"].shape[2], 0
+    keys = any(wanted[n] for n in (0, 1, 3, 6, 7)) or (wanted[4] and not x.beta_sigmoid)
 
     def finish(s: Segment, layout: Layout, event: Any, work: dict) -> None:
-        nonlocal done
         side.join(event)
-        for part in parts_of(s, layout, H, HV) if stage_wanted else ():
+        if not stage_wanted:
+            return
+        partials = gradients.parameter_partials(inputs["q"], inputs["v"], act, layout)
+        for part in parts_of(s, layout, inputs["q"].shape[2], inputs["v"].shape[2]):
             tokens = {n: t[part.batch, part.tokens] for n, t in {**inputs, "do": do, **dtokens}.items()}
             chunks = {n: t[part.chunks] for n, t in work.items()}
-            gradients.gradients_bwd(
-                **tokens, **chunks, sums=sums, add=done > 0, act=act, layout=part.layout,
-                keys=any(wanted[n] for n in (0, 1, 3, 6, 7)) or (wanted[4] and not x.beta_sigmoid),
-            )  # fmt: skip
-            done += 1
+            mine = {n: t[part.chunks] for n, t in partials.items()}
+            gradients.gradients_bwd(**tokens, **chunks, partials=mine, keys=keys, act=act, layout=part.layout)
+        if any(wanted[6:]):
+            gradients.sum_over_chunks(partials, sums, add=not s.last)
 
     for s in reversed(segments):
         layout = make_layout(_part(inputs, s)["q"], cu_seqlens)

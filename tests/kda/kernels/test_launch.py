@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
+from triton.backends.nvidia import driver as nvidia
+from triton.compiler.compiler import LazyDict
 from triton.runtime import driver as config
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -32,18 +34,44 @@ def _kernel(x, y, tiles, absent, n, m, stride, scale, BLOCK: tl.constexpr):
 LAUNCHES = []  # one list for all drivers: Triton keeps a compiled kernel, and the launcher with it
 
 
-class StandIn(DriverBase):
-    """Compiles for sm_90, loads nothing, and writes down each launch."""
+def launcher_of(src, metadata):
+    """Triton's launcher as it is, but for its C function, which is one that writes down what it gets."""
+    made = object.__new__(nvidia.CudaLauncher)
+    vars(made).update(
+        global_scratch_size=0, profile_scratch_size=0, global_scratch_align=1, profile_scratch_align=1, num_ctas=1,
+        launch_cooperative_grid=False, launch_pdl=False, gsan_enabled=False, arg_annotations="types",
+        kernel_signature="signature",
+    )  # fmt: skip
+    signature = dict(src.signature.items())
+    made.launch = nvidia.wrap_handle_tensordesc(
+        lambda *args: LAUNCHES.append((src, args)), signature, metadata.tensordesc_meta
+    )
+    return made
 
-    def __init__(self):
+
+def another_launcher(src, metadata):
+    return lambda *args: LAUNCHES.append((src, args))
+
+
+def encoded(*args):
+    """Instead of a CUtensorMap."""
+    return ("encoded", *map(str, args))
+
+
+class StandIn(DriverBase):
+    """Compiles for sm_90, loads nothing."""
+
+    def __init__(self, launcher):
         self.get_current_device = lambda: 0
         self.get_current_stream = lambda device: 77
+        self.launcher_cls = launcher
         self.utils = SimpleNamespace(
             load_binary=lambda *args: ("module", "function", 32, 0, 1024),
             get_device_properties=lambda device: {"max_shared_mem": 232448, "max_num_regs": 65536, "warpSize": 32},
             unload_module=lambda module: None,
+            fill_tma_descriptor=encoded,
+            fill_tma_descriptor_tiled=encoded,
         )
-        self.launcher_cls = lambda src, metadata: lambda *args: LAUNCHES.append((src, args))
 
     @classmethod
     def is_active(cls):
@@ -62,58 +90,61 @@ class StandIn(DriverBase):
         raise AssertionError
 
 
-@pytest.fixture
-def driver():
+@pytest.fixture(params=[launcher_of, another_launcher])
+def warps(request):
+    """A driver is active; gives a number of warps, of its own, as compiled kernels keep their launcher."""
     LAUNCHES.clear()
     before = config._active
-    config.set_active(StandIn())
-    yield
+    config.set_active(StandIn(request.param))
+    yield 2 if request.param is launcher_of else 1
     config.set_active(before)
 
 
-def plan_of(misaligned=0):
-    """A plan of one launch, with its memories: x (an input), tiles (a workspace) and y."""
+def plan_of(warps, misaligned=0):
+    """A plan of one launch, with its memories: x (an input), y (a result), and tiles (a workspace)."""
     planner = Planner(90)
     x = planner.input(Signature((64,), (1,), "float32", misaligned))
     y = planner.result((64,), "float32")
     tiles = planner.empty((32, 64), like=x, dtype="bfloat16")
     descriptor = TensorDescriptor(planner.descriptor_base(tiles[16:]), [16, 64], [64, 1], [16, 16])
-    launch(_kernel, 2, x, y[16:], descriptor, None, 48, 5, 16, 0.5, BLOCK=32, num_warps=2)
+    launch(_kernel, 2, x, y[16:], descriptor, None, 48, 5, 16, 0.5, BLOCK=32, num_warps=warps)
     return planner.finish()
 
 
-def as_driver_sees(args):
-    """A launch's arguments as plain values; its launch metadata and hooks left out."""
-
-    def plain(x):
-        if isinstance(x, TensorDescriptor):
-            return ("tiles", x.base.data_ptr(), x.shape, x.strides, x.block_shape, x.padding)
-        return x.data_ptr() if hasattr(x, "data_ptr") else x
-
-    return [*args[:6], *(plain(x) for x in args[9:])]
+def plain(args):
+    """What the driver gets, with addresses for pointers, lists and tuples flattened; no hooks nor what they get."""
+    for x in args:
+        if isinstance(x, list | tuple):
+            yield from plain(x)
+        elif isinstance(x, TensorDescriptor):
+            yield from ("tiles", x.base.data_ptr(), *x.shape, *x.strides, *x.block_shape, x.padding)
+        elif x is not None and not isinstance(x, triton.knobs.HookChain | LazyDict):
+            yield x.data_ptr() if hasattr(x, "data_ptr") else x
 
 
 @pytest.mark.parametrize("misaligned", [0, 4])
-def test_a_direct_launch_hands_over_what_the_ordinary_one_does(misaligned, driver):
-    step = plan_of(misaligned).steps[0]
+def test_a_direct_launch_hands_over_what_the_ordinary_one_does(misaligned, warps):
+    step = plan_of(warps, misaligned).steps[0]
     memories = [1 << 20, 2 << 20, 3 << 20]
-    for _ in range(2):
+    for _ in range(3):
         step.run(memories, launching.current_stream())
     step.run([4 << 20, 5 << 20, 6 << 20], launching.current_stream())
-    (src, ordinary), (_, direct), (_, moved) = LAUNCHES
-    assert as_driver_sees(direct) == as_driver_sees(ordinary)
-    assert ordinary[:4] == (2, 1, 1, 77)
-    pointers = [1 << 20 | misaligned, 2 << 20 | 64, ("tiles", 3 << 20 | 2048, [16, 64], [64, 1], [16, 16], "zero")]
-    assert as_driver_sees(ordinary)[6:] == [*pointers, None, 48, 5, 16, 0.5, 32]
-    assert as_driver_sees(moved)[6:8] == [4 << 20 | misaligned, 5 << 20 | 64]
+    (src, ordinary), (_, direct), (_, again), (_, moved) = [(src, list(plain(args))) for src, args in LAUNCHES]
+    assert direct == ordinary
+    assert again == direct
+    assert ordinary[:4] == [2, 1, 1, 77]
+    at = {1 << 20 | misaligned: 4 << 20 | misaligned, 2 << 20 | 64: 5 << 20 | 64, 3 << 20 | 2048: 6 << 20 | 2048}
+    at |= {str(old): str(new) for old, new in at.items()}
+    assert moved != direct
+    assert moved == [at.get(x, x) for x in direct]
     assert bool(src.attrs.get((0,))) == (misaligned == 0)  # 16-byte alignment of x
     assert src.signature["m"] == "i32"  # not looked at
     assert src.attrs[4,]  # n is a multiple of 16
 
 
-def test_who_watches_launches_gets_ordinary_ones(driver):
+def test_who_watches_launches_gets_ordinary_ones(warps):
     seen = []
-    step = plan_of().steps[0]
+    step = plan_of(warps).steps[0]
     step.run([1 << 20, 2 << 20, 3 << 20], launching.current_stream())
     hook = seen.append
     triton.knobs.runtime.launch_enter_hook.add(hook)
@@ -124,9 +155,9 @@ def test_who_watches_launches_gets_ordinary_ones(driver):
         triton.knobs.runtime.launch_enter_hook.remove(hook)
     assert launching.current_stream() == 77
     assert len(LAUNCHES) == 2
-    assert LAUNCHES[1][1][7] is triton.knobs.runtime.launch_enter_hook
+    assert any(x is triton.knobs.runtime.launch_enter_hook for x in LAUNCHES[1][1])
 
 
-def test_a_launch_of_no_programs_is_none(driver):
+def test_a_launch_of_no_programs_is_none(warps):
     launch(_kernel, 0, torch.zeros(1))
     assert LAUNCHES == []

@@ -70,26 +70,35 @@ def _group_sum_kernel(x, y, numel, K: tl.constexpr, GROUP: tl.constexpr, BLOCK: 
 
 @triton.jit(do_not_specialize=["NC", "HV"])
 def _sum_over_chunks_kernel(
-    x, y, NC, HV, N: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr, ADD: tl.constexpr
+    dA, dbias, dA_log, ddt_bias, NC, HV, K: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
 ):  # fmt: skip
-    """y [HV, N] (ONE: [HV], over N too) = sum over chunks of x [NC, HV, N]: 64 at a time, then one after the other."""
-    BLOCKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
-    i_h = tl.program_id(0) // BLOCKS
-    o_n = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, NC, 64):
-        o_c = first + tl.arange(0, 64)[:, None]
-        at = x + (o_c.to(tl.int64) * HV + i_h) * N + o_n[None, :]
-        total += tl.sum(tl.load(at, mask=(o_c < NC) & (o_n < N)[None, :], other=0.0), 0)
-    if ONE:
-        all_n = tl.sum(total, 0)
+    """dA_log [HV] = sum of dA [NC, HV, SLICES] over chunks and slices, ddt_bias [HV, K] = sum of dbias [NC, HV, K].
+
+    64 chunks at a time, then one after the other. A program sums BLOCK channels of a head, or all of dA for it.
+    """
+    BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
+    i_h, i_b = tl.program_id(0) // (BLOCKS + 1), tl.program_id(0) % (BLOCKS + 1)
+    o_c, o_n = tl.arange(0, 64)[:, None], tl.arange(0, BLOCK)
+    if i_b < BLOCKS:
+        if ddt_bias is not None:
+            o_k = i_b * BLOCK + o_n
+            total = tl.zeros([BLOCK], tl.float32)
+            for first in range(0, NC, 64):
+                at = dbias + ((first + o_c).to(tl.int64) * HV + i_h) * K + o_k[None, :]
+                total += tl.sum(tl.load(at, mask=(first + o_c < NC) & (o_k < K)[None, :], other=0.0), 0)
+            p_out = ddt_bias + i_h * K + o_k
+            if ADD:
+                total += tl.load(p_out, mask=o_k < K, other=0.0)
+            tl.store(p_out, total, mask=o_k < K)
+    elif dA_log is not None:
+        total = tl.zeros([BLOCK], tl.float32)
+        for first in range(0, NC, 64):
+            at = dA + ((first + o_c).to(tl.int64) * HV + i_h) * SLICES + o_n[None, :]
+            total += tl.sum(tl.load(at, mask=(first + o_c < NC) & (o_n < SLICES)[None, :], other=0.0), 0)
+        all_slices = tl.sum(total, 0)
         if ADD:
-            all_n += tl.load(y + i_h)
-        tl.store(y + i_h, all_n)
-    else:
-        if ADD:
-            total += tl.load(y + i_h * N + o_n, mask=o_n < N, other=0.0)
-        tl.store(y + i_h * N + o_n, total, mask=o_n < N)
+            all_slices += tl.load(dA_log + i_h)
+        tl.store(dA_log + i_h, all_slices)
 
 
 # ---- launcher
@@ -103,8 +112,7 @@ def _numel(x: Any) -> int:
 def gradients_bwd(
     *, q: Any, k: Any, v: Any, g: Any, beta: Any, do: Any, a: Any, aqk: Any, qg: Any, v_new: Any, dv_new: Any,
     states: Any, dstates: Any, norms: Any, dq: Any, dk: Any, dv: Any, dg: Any, dbeta: Any, act: Activations,
-    layout: Layout, sums: dict[str, Any] | None = None, add: bool = False, keys: bool = True,
-    tile: dict | None = None,
+    layout: Layout, partials: dict[str, Any] | None = None, keys: bool = True, tile: dict | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Gradients of all token inputs, from the workspaces that the scans of the backward left.
 
@@ -115,10 +123,10 @@ def gradients_bwd(
             last token hold zeros.
         dq, dk, dv, dg, dbeta: Written, shaped like their inputs, contiguous within a batch row; rows behind the last
             offset hold nothing of use.
-        sums: Gradients of the gate's parameters that are wanted, "A_log" fp32 [HV] and "dt_bias" fp32 [HV, K] or flat,
-            contiguous: written, or with `add` added to. None means all, in new tensors.
+        partials: Written, see `parameter_partials`; None means that they are made and summed here.
         keys: False writes dv and, of a sigmoid, dbeta; nothing else.
-    Returns: sums; None for a parameter that is not in it.
+    Returns: {"A_log": fp32 [HV], "dt_bias": fp32 [HV, K]}, gradients of the gate's parameters; each None without a
+        gate, or if partials are given.
     """
     fw = frameworks.of(q)
     (H, K), HV, NC = fw.shape(q)[2:], fw.shape(v)[2], layout.num_chunks
@@ -129,8 +137,8 @@ def gradients_bwd(
     dq_heads, dk_heads = (dq, dk) if H == HV else (fw.empty(fw.shape(g), like=g, dtype="float32") for _ in range(2))
     x_v = dbeta if act.beta_sigmoid else fw.empty((NC, HV, CHUNK), like=a, dtype="float32")
     k_dk = x_v if act.beta_sigmoid else fw.empty((NC * HV * slices, CHUNK), like=a, dtype="float32")
-    dA = fw.empty((NC, HV, slices), like=a, dtype="float32")
-    dbias = fw.empty((NC, HV, K), like=a, dtype="float32")
+    parts = partials or parameter_partials(q, v, act, layout, tile)
+    dA, dbias = parts["A_log"], parts["dt_bias"]
     items = NC * HV * slices
     grid = min(items, programs)
     tiles, words, fp32 = (fw.empty((grid, n * KC), like=a, dtype=d) for n, d in _scratch(fw, a))
@@ -143,8 +151,9 @@ def gradients_bwd(
         v=v, beta=beta, do=do, a=a, aqk=aqk, qg=qg, v_new=v_new, dv_new=dv_new, states=states, dstates=dstates,
         norms=norms, work=work, dv=dv, dbeta=x_v, act=act, layout=layout, **t,
     )  # fmt: skip
+    sums: dict[str, Any] = {"A_log": None, "dt_bias": None}
     if not keys:
-        return {}
+        return sums
     with fw.on_device(q):
         (q_b, q_t, q_h), (k_b, k_t, k_h), (g_b, g_t, g_h) = (fw.strides(i)[:3] for i in (q, k, g))
         launch(
@@ -162,24 +171,34 @@ def gradients_bwd(
             for per_head, total in ((dq_heads, dq), (dk_heads, dk)):
                 numel = _numel(total)
                 launch(_group_sum_kernel, -(-numel // 1024), per_head, total, numel, K=K, GROUP=HV // H, BLOCK=1024)
-    partials = {"A_log": dA, "dt_bias": dbias}
-    if sums is None:
-        sizes = {"A_log": (HV,), "dt_bias": (HV, K)} if act.gate != "none" else {}
-        sums = {n: fw.empty(size, like=a, dtype="float32") for n, size in sizes.items()}
-    for name, total in sums.items():
-        _sum_over_chunks(partials[name], total, add=add, one=name == "A_log")
-    return {"A_log": None, "dt_bias": None} | sums
+    if partials is None and act.gate != "none":
+        sums = {"A_log": fw.empty((HV,), like=dA), "dt_bias": fw.empty((HV, K), like=dA)}
+        sum_over_chunks(parts, sums)
+    return sums
 
 
-def _sum_over_chunks(partials: Any, total: Any, *, add: bool, one: bool) -> None:
-    """partials [NC, HV, N] -> total [HV, N], or [HV] if all N shall be one sum; add: to what is there."""
-    fw = frameworks.of(partials)
-    NC, HV, N = fw.shape(partials)
-    block = triton.next_power_of_2(N) if one else 32
-    with fw.on_device(partials):
+def parameter_partials(q: Any, v: Any, act: Activations, layout: Layout, tile: dict | None = None) -> dict[str, Any]:
+    """Unwritten parts of dA_log, fp32 [NC, HV, slices of channels], and of ddt_bias, fp32 [NC, HV, K]."""
+    fw = frameworks.of(q)
+    HV, K = fw.shape(v)[2], fw.shape(q)[3]
+    slices = -(-K // _settings(q, v, act, layout, tile)["KC"])
+    return {
+        name: fw.empty((layout.num_chunks, HV, n), like=q, dtype="float32")
+        for name, n in (("A_log", slices), ("dt_bias", K))
+    }
+
+
+def sum_over_chunks(partials: dict[str, Any], sums: dict[str, Any], *, add: bool = False) -> None:
+    """dA_log [HV] and ddt_bias [HV, K] or flat, fp32, contiguous; what is None is not wanted. add: to what is there."""
+    dA, dbias = partials["A_log"], partials["dt_bias"]
+    fw = frameworks.of(dA)
+    (NC, HV, slices), K = fw.shape(dA), fw.shape(dbias)[2]
+    block = max(32, triton.next_power_of_2(slices))
+    with fw.on_device(dA):
         launch(
-            _sum_over_chunks_kernel, HV * -(-N // block), partials, total, NC, HV, N=N, BLOCK=block, ONE=one, ADD=add
-        )
+            _sum_over_chunks_kernel, HV * (-(-K // block) + 1), dA, dbias, sums["A_log"], sums["dt_bias"], NC, HV,
+            K=K, SLICES=slices, BLOCK=block, ADD=add,
+        )  # fmt: skip
 
 
 def _settings(q: Any, v: Any, act: Activations, layout: Layout, tile: dict | None) -> dict[str, Any]:

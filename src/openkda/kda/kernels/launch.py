@@ -10,16 +10,14 @@ a Triton that this was not written for.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
-import triton
 from triton import knobs
 from triton.runtime import driver
 
-from openkda.frameworks.planned import Buffer, Dtype
-
-# What `CompiledKernel.run` takes: read in 3.6 and 3.8, the same in both.
-DIRECT = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 8)
+from openkda.frameworks.planned import Buffer
+from openkda.kda.kernels.direct import KNOWN, Pointer, direct, is_descriptor
 
 
 def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
@@ -34,24 +32,7 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
 
 
 def _memory_of(x: Any) -> Any:
-    return x.base if _is_descriptor(x) else x
-
-
-def _is_descriptor(x: Any) -> bool:
-    """Triton and Gluon have a class each."""
-    return type(x).__name__ == "TensorDescriptor"
-
-
-class Pointer:
-    """An address with a dtype: what Triton asks of a tensor."""
-
-    __slots__ = ("address", "dtype")
-
-    def __init__(self, address: int, dtype: Dtype) -> None:
-        self.address, self.dtype = address, dtype
-
-    def data_ptr(self) -> int:
-        return self.address
+    return x.base if is_descriptor(x) else x
 
 
 class Launch:
@@ -63,53 +44,36 @@ class Launch:
         given = dict(zip(names, args, strict=False)) | options
         self.params = [given.pop(name) for name in names]
         self.options = given  # of the compiler
-        self.pointers, self.tiles = [], []
-        for i, x in enumerate(self.params):
-            if isinstance(x, Buffer):
-                self.pointers.append((i, x.memory.index, x.offset))
-            elif _is_descriptor(x):
-                self.tiles.append((i, x.base.memory.index, x.base.offset))
-        self.compiled: Any = None
+        self.direct: Callable[[list[int], Any], None] | None = None
 
     def run(self, memories: list[Any], stream: Any) -> None:
-        kernel = self.compiled
-        if kernel is None or stream is None:
-            self.compiled = self._launch(memories)
+        if self.direct is not None and stream is not None:
+            self.direct(memories, stream)
             return
-        params = self.params.copy()
-        for i, memory, offset in self.pointers:
-            params[i] = memories[memory] + offset
-        for i, memory, offset in self.tiles:
-            params[i] = _moved(params[i], memories[memory] + offset)
-        kernel.run(
-            self.programs, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *params
-        )  # launch metadata and two hooks
+        compiled = self._launch(memories)
+        if stream is not None and not self.kernel.pre_run_hooks:
+            self.direct = direct(compiled, self.programs, self.params)
 
     def _launch(self, memories: list[Any]) -> Any:
         """The ordinary way."""
-        params = list(self.params)
-        for i, memory, _ in self.pointers:
-            params[i] = _tensor(memories[memory], params[i])
-        for i, memory, _ in self.tiles:
-            params[i] = dataclasses.replace(params[i], base=_tensor(memories[memory], params[i].base))
+        params = []
+        for x in self.params:
+            if isinstance(x, Buffer):
+                x = _tensor(memories, x)
+            elif is_descriptor(x):
+                x = dataclasses.replace(x, base=_tensor(memories, x.base))
+            params.append(x)
         return self.kernel[(self.programs,)](*params, **self.options)
 
 
-def _tensor(memory: Any, buffer: Buffer) -> Any:
+def _tensor(memories: list[Any], buffer: Buffer) -> Any:
+    memory = memories[buffer.memory.index]
     return Pointer(memory + buffer.offset, buffer.dtype) if isinstance(memory, int) else memory.view(buffer)
-
-
-def _moved(descriptor: Any, address: int) -> Any:
-    """The same descriptor, checked before, at another address with the same alignment."""
-    moved = object.__new__(type(descriptor))
-    moved.__dict__.update(descriptor.__dict__)
-    moved.base = Pointer(address, descriptor.base.dtype)
-    return moved
 
 
 def current_stream() -> Any:
     """The stream of direct launches, a number; None where launches must go the ordinary way."""
-    if not DIRECT or knobs.runtime.interpret or _watched():
+    if not KNOWN or knobs.runtime.interpret or _watched():
         return None
     active = driver.active
     return active.get_current_stream(active.get_current_device())
