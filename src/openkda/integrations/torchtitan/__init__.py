@@ -7,6 +7,7 @@
     decode.py              caches and token-by-token generation
     sharding.py            where every parameter and activation lives on a device mesh
     parallelize.py         applies the plan, activation checkpointing and FSDP
+    context_parallel.py    rows that are spread over ranks; pipeline.py: layers that are
     state_dict_adapter.py  names on disk <-> names here
     data.py                packed documents; documents.py reads the text, tokenizer.py turns it into tokens
     cpu.py                 what torch 2.13 on a CPU needs

@@ -15,7 +15,6 @@ from typing import Literal
 import torch
 from torch import nn
 from torchtitan.components.optimizer import register_moe_load_balancing_hook
-from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.common import Conv1d, Embedding, Linear, RMSNorm
 from torchtitan.models.common.config_utils import (
     get_attention_config,
@@ -35,6 +34,7 @@ from openkda.integrations.torchtitan.kda import KDA, DecayParameters, InnerKDA, 
 from openkda.integrations.torchtitan.mla import MLA
 from openkda.integrations.torchtitan.model import Experts, KimiLinearBlock, KimiLinearModel, RoutedTokens, RouterGate
 from openkda.integrations.torchtitan.parallelize import parallelize_kimi_linear
+from openkda.integrations.torchtitan.pipeline import pipeline_kimi_linear
 from openkda.integrations.torchtitan.state_dict_adapter import KimiLinearStateDictAdapter
 
 Init = dict[str, Callable]
@@ -150,7 +150,7 @@ def model_registry(flavor: str, *, attention_backend: str = "flex", moe_comm_bac
         flavor=flavor,
         model=model_config(SIZES[flavor], attention_backend=attention_backend, moe_comm_backend=moe_comm_backend),
         parallelize_fn=parallelize_kimi_linear,
-        pipelining_fn=pipeline_llm,
+        pipelining_fn=pipeline_kimi_linear,
         post_optimizer_build_fn=register_moe_load_balancing_hook,
         state_dict_adapter=KimiLinearStateDictAdapter,
     )

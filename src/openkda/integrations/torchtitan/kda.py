@@ -23,6 +23,7 @@ import openkda
 from openkda.integrations.torchtitan.decode import KDACache
 from openkda.kda.replay import ReplayState
 from openkda.nn.blocks import BLOCK
+from openkda.parallel.context import CPContext
 
 
 def split_heads(x_BLP: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -118,21 +119,25 @@ class InnerKDA(Module):
         *,
         cu_seqlens: torch.Tensor | None = None,
         cache: KDACache | None = None,
+        cp_context: CPContext | None = None,
     ) -> torch.Tensor:
         """Return o_BLHK.
 
         Argument names are part of the sharding plan (sharding.py). With cu_seqlens the batch is folded to one row and
         the offsets count folded tokens; without, each row is one sequence. A cache is read and updated in place.
+        With cp_context the tokens are this rank's part of rows that are spread over ranks.
         """
         if cu_seqlens is not None and cache is not None:
             raise ValueError("InnerKDA: cache must be None with cu_seqlens; decoding works on rows, not on packed rows")
         B, L, _ = q_BLP.shape
-        rows = (1, B * L) if cu_seqlens is not None else (B, L)
+        rows = (B, L) if cu_seqlens is None and cp_context is None else (1, B * L)
         state = cache or KDACache()
-        q, state.q_conv = self._conv(q_BLP.reshape(*rows, -1), q_conv_P1W, state.q_conv, cu_seqlens, cache)
-        k, state.k_conv = self._conv(k_BLP.reshape(*rows, -1), k_conv_P1W, state.k_conv, cu_seqlens, cache)
-        v, state.v_conv = self._conv(v_BLP.reshape(*rows, -1), v_conv_P1W, state.v_conv, cu_seqlens, cache)
+        q, state.q_conv = self._conv(q_BLP.reshape(*rows, -1), q_conv_P1W, state.q_conv, cu_seqlens, cache, cp_context)
+        k, state.k_conv = self._conv(k_BLP.reshape(*rows, -1), k_conv_P1W, state.k_conv, cu_seqlens, cache, cp_context)
+        v, state.v_conv = self._conv(v_BLP.reshape(*rows, -1), v_conv_P1W, state.v_conv, cu_seqlens, cache, cp_context)
         operator, options = self._operator(L, cache)
+        if cp_context is not None:
+            options["cp_context"] = cp_context
         o, state.state = operator(
             q.unflatten(-1, (-1, self.head_dim)),
             k.unflatten(-1, (-1, self.head_dim)),
@@ -170,6 +175,7 @@ class InnerKDA(Module):
         tail: torch.Tensor | None,
         cu_seqlens: torch.Tensor | None,
         cache: KDACache | None,
+        cp_context: CPContext | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return openkda.causal_conv1d(
             x,
@@ -178,6 +184,7 @@ class InnerKDA(Module):
             initial_state=tail,
             output_final_state=cache is not None,
             cu_seqlens=cu_seqlens,
+            cp_context=cp_context,
         )
 
 
@@ -245,8 +252,13 @@ class KDA(Module):
         self.o_proj = config.o_proj.build()
 
     def forward(
-        self, x_BLD: torch.Tensor, cu_seqlens: torch.Tensor | None = None, *, cache: KDACache | None = None
+        self,
+        x_BLD: torch.Tensor,
+        documents: torch.Tensor | CPContext | None = None,
+        *,
+        cache: KDACache | None = None,
     ) -> torch.Tensor:
+        """documents: offsets in the folded batch, or how they are spread over ranks; None: every row is one."""
         o_BLHK = self.inner_kda(
             self.q_proj(x_BLD),
             self.k_proj(x_BLD),
@@ -258,8 +270,9 @@ class KDA(Module):
             self.v_conv1d.weight,
             self.decay.A_log,
             self.decay.dt_bias,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=None if isinstance(documents, CPContext) else documents,
             cache=cache,
+            cp_context=documents if isinstance(documents, CPContext) else None,
         )
         gate_BLHK = split_heads(self.g_b_proj(self.g_a_proj(x_BLD)), self.head_dim)
         return self.o_proj(self.o_norm(o_BLHK, gate_BLHK).flatten(2))

@@ -19,7 +19,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common import Linear, RMSNorm
-from torchtitan.models.common.attention import VarlenAttention, create_varlen_metadata_for_document
+from torchtitan.models.common.attention import (
+    BaseAttention,
+    VarlenAttention,
+    create_varlen_metadata_for_document,
+)
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
@@ -28,6 +32,7 @@ from torchtitan.models.utils import get_moe_model_nparams_and_flops
 from torchtitan.protocols.module import Module
 
 from openkda.integrations.torchtitan import require_torchtitan
+from openkda.integrations.torchtitan.context_parallel import ContextParallel
 from openkda.integrations.torchtitan.cpu import MaskedAttention, block_causal_mask
 from openkda.integrations.torchtitan.decode import (
     BlockCache,
@@ -233,6 +238,9 @@ class KimiLinearModel(Decoder):
             if config.batch_invariant and isinstance(module, (InnerKDA, RoutedTokens)):
                 module.batch_invariant = True
 
+    context_parallel: ContextParallel | None = None
+    """Set by parallelize: every rank then has its part of each row."""
+
     def forward(
         self,
         tokens: torch.Tensor,
@@ -253,7 +261,9 @@ class KimiLinearModel(Decoder):
             return self._forward_blocks(tokens, positions, attention_masks, cache)
         if cache is not None:
             return self._forward_cached(tokens, cast(DecodeCache, cache))
-        if attention_masks is None and positions is not None:
+        if self.context_parallel is not None:
+            attention_masks = self._spread_masks(self.context_parallel, positions, attention_masks)
+        elif attention_masks is None and positions is not None:
             attention_masks = self.get_attention_masks(positions)
         return super().forward(tokens, positions, attention_masks)  # pyright: ignore[reportArgumentType]
 
@@ -315,18 +325,43 @@ class KimiLinearModel(Decoder):
             ]
         )
 
-    def get_attention_masks(self, positions: torch.Tensor) -> Mapping[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One mask for each kind of layer: block-causal for MLA, document offsets for KDA."""
+    def get_attention_masks(self, positions: torch.Tensor) -> Mapping[str, Any] | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One mask for each kind of layer: block-causal for MLA, document offsets for KDA.
+
+        Under context parallelism positions are those of whole rows, and the trainer splits what comes back, which can
+        be a block mask only: the others are made by `forward`.
+        """
         mla = self.config.first_attention
+        if self.context_parallel is not None and (mla is None or _is_masked(mla)):
+            return None
         if mla is None:
             mask = None
-        elif isinstance(mla.inner_attention, MaskedAttention.Config):
+        elif _is_masked(mla):
             mask = block_causal_mask(positions)
         elif isinstance(mla.inner_attention, VarlenAttention.Config):
             mask = create_varlen_metadata_for_document(positions)
         else:
             mask = self._create_flex_attention_mask_for_document(positions, mla)
+        if self.context_parallel is not None:
+            return {ATTENTION: mask}
         return {ATTENTION: mask, KDA_LAYER: document_offsets(positions)}
+
+    def _spread_masks(
+        self, spread: ContextParallel, positions: torch.Tensor | None, masks: Mapping[str, Any] | None
+    ) -> Mapping[str, Any]:
+        """The masks of this rank's tokens; `masks` has that of MLA where the trainer has split it."""
+        if positions is None:
+            raise ValueError("kimi_linear: positions must be given under context parallelism, got None")
+        everywhere = spread.gather_positions(positions)
+        mla = self.config.first_attention
+        mask = None if masks is None else masks[ATTENTION]
+        if mla is not None and _is_masked(mla):
+            mask = spread.masked_attention(everywhere)
+        return {ATTENTION: mask, KDA_LAYER: spread.context(everywhere)}
+
+
+def _is_masked(mla: BaseAttention.Config) -> bool:
+    return isinstance(mla.inner_attention, MaskedAttention.Config)
 
 
 def _check_heads(layer: KimiLinearBlock.Config, tensor_parallel_degree: int) -> None:

@@ -1,4 +1,5 @@
-"""Apply activation checkpointing and FSDP to a Kimi Linear model; say clearly what is not supported yet.
+"""Apply parallelism to a Kimi Linear model, in torchtitan's order: context, tensor and expert parallelism, activation
+checkpointing, FSDP. Pipelines are cut before by torchtitan, and every stage passes through here.
 
 FSDP is applied on one process as well: it is what gives torchtitan mixed precision.
 """
@@ -12,12 +13,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
+from torchtitan.distributed.context_parallel import apply_cp_to_forward
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh
 from torchtitan.tools import utils
 
 from openkda.integrations.torchtitan import cpu
+from openkda.integrations.torchtitan.context_parallel import ORDERS, ContextParallel
 from openkda.integrations.torchtitan.kda import DecayParameters
+from openkda.integrations.torchtitan.mla import MLA
 from openkda.integrations.torchtitan.model import KimiLinearModel
 
 
@@ -36,6 +40,10 @@ def parallelize_kimi_linear(
     Raises: NotImplementedError for a combination that has not been shown to train correctly.
     """
     _reject_unsupported(parallel_dims, parallelism, compile_config)
+    if parallel_dims.cp_enabled:
+        _apply_context_parallel(model, parallel_dims, parallelism)
+    if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
+        model.parallelize(parallel_dims)
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
     _apply_fsdp(model, parallel_dims, training, parallelism)
@@ -45,22 +53,16 @@ def parallelize_kimi_linear(
 def _reject_unsupported(
     parallel_dims: ParallelDims, parallelism: ParallelismConfig, compile_config: CompileConfig
 ) -> None:
-    degrees = {
-        "expert_parallel_degree": parallel_dims.ep,  # first: its ranks are also counted by another degree
-        "data_parallel_replicate_degree": parallel_dims.dp_replicate,
-        "data_parallel_shard_degree": parallel_dims.dp_shard,
-        "tensor_parallel_degree": parallel_dims.tp,
-        "context_parallel_degree": parallel_dims.cp,
-        "pipeline_parallel_degree": parallel_dims.pp,
-    }
-    for name, degree in degrees.items():
-        if degree > 1:
-            raise NotImplementedError(
-                f"kimi_linear: parallelism.{name} must be 1, got {degree}; only one process is supported so far"
-            )
-    if parallelism.spmd_backend == "full_dtensor":
+    backend = parallelism.spmd_backend
+    if backend == "full_dtensor" or (backend != "partial_dtensor" and parallel_dims.world_size > 1):
         raise NotImplementedError(
-            "kimi_linear: parallelism.spmd_backend must be 'spmd_types' or 'partial_dtensor', got 'full_dtensor'"
+            f"kimi_linear: parallelism.spmd_backend must be 'partial_dtensor', got {backend!r}; "
+            "'spmd_types' runs on one process"
+        )
+    if parallel_dims.cp_enabled and parallelism.context_parallel_load_balancer not in ORDERS:
+        raise NotImplementedError(
+            "kimi_linear: parallelism.context_parallel_load_balancer must be 'headtail' or None, got "
+            f"{parallelism.context_parallel_load_balancer!r}; KDA needs to know which rank holds which tokens"
         )
     if compile_config.enable and "model" in compile_config.components:
         raise NotImplementedError(
@@ -69,13 +71,33 @@ def _reject_unsupported(
         )
 
 
+def _apply_context_parallel(
+    model: KimiLinearModel, parallel_dims: ParallelDims, parallelism: ParallelismConfig
+) -> None:
+    """Before tensor parallelism, so that attention's gathering of keys runs on local tensors."""
+    mesh = parallel_dims.get_mesh("cp")
+    if model.batch_invariant:
+        raise NotImplementedError(
+            "kimi_linear: parallelism.context_parallel_degree must be 1 with batch_invariant, got "
+            f"{parallel_dims.cp}; where a row is cut changes its sums"
+        )
+    model.context_parallel = ContextParallel(mesh.get_group(), ORDERS[parallelism.context_parallel_load_balancer])
+    attention = [cast(torch.nn.Module, m.inner_attention) for m in model.modules() if isinstance(m, MLA)]
+    if attention:
+        apply_cp_to_forward(attention, mesh)
+
+
 def _apply_fsdp(
     model: KimiLinearModel, parallel_dims: ParallelDims, training: TrainingConfig, parallelism: ParallelismConfig
 ) -> None:
+    expert_mesh = None
     if parallelism.spmd_backend == "spmd_types":
         mesh, mesh_dims = resolve_fsdp_mesh(parallel_dims)
     else:
-        mesh, mesh_dims = parallel_dims.get_mesh(["fsdp"]), None
+        replicas = ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
+        mesh, mesh_dims = parallel_dims.get_mesh([*replicas, "fsdp"]), None
+        if parallel_dims.ep_enabled:
+            expert_mesh = parallel_dims.get_optional_mesh([*replicas, "efsdp"])
     _shard_decay_parameters(model, mesh, mesh_dims, training)
     apply_fsdp_to_decoder(
         model,
@@ -86,7 +108,9 @@ def _apply_fsdp(
         cpu_offload=training.enable_cpu_offload,
         reshard_after_forward_policy=parallelism.fsdp_reshard_after_forward,
         ep_degree=parallel_dims.ep,
+        edp_mesh=expert_mesh,
         dp_mesh_dims=mesh_dims,
+        enable_symm_mem=parallelism.enable_fsdp_symm_mem,
     )
     if utils.device_type == "cpu":
         cpu.use_sum_reduction(model)

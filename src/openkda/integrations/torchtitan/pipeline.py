@@ -1,0 +1,42 @@
+"""Pipeline parallelism: torchtitan's, with the step of a schedule that torchtitan 0.3.0 expects.
+
+torchtitan hands a schedule its micro-batches one by one (`arg_mbs`, `kwarg_mbs`, `target_mbs`), as nightly builds of
+torch take them; torch up to 2.13 knows whole batches only, but has the same loop inside. Can go with the first torch
+release whose schedules take micro-batches.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
+
+
+def pipeline_kimi_linear(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """torchtitan's pipelining function."""
+    schedule, *rest = pipeline_llm(*args, **kwargs)
+    if "arg_mbs" not in inspect.signature(schedule.step).parameters:
+        schedule.step = functools.partial(_step, schedule)
+    return (schedule, *rest)
+
+
+def _step(
+    schedule: Any,
+    *,
+    arg_mbs: list[tuple[Any, ...]] | None,
+    kwarg_mbs: list[dict[str, Any]],
+    target_mbs: list[Any] | None,
+    losses: list[Any] | None = None,
+    loss_kwargs: dict[str, Any] | None = None,
+    return_outputs: bool = False,
+    target: None = None,
+) -> None:
+    """One step over micro-batches; forward only where the schedule has no backward (`eval`)."""
+    stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+    for stage in stages:
+        stage.has_backward = schedule._has_backward
+        stage.clear_runtime_states()
+    arguments = arg_mbs or [()] * len(kwarg_mbs)
+    schedule._step_microbatches(arguments, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs)
