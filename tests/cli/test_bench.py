@@ -19,6 +19,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("rich", reason="needs the bench extra")
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
+import openkda  # noqa: E402
 from openkda.bench import layer, measure, op, peers, plot, report, row  # noqa: E402
 from openkda.cli.main import main  # noqa: E402
 
@@ -78,6 +79,7 @@ def test_op_writes_table_json_plot_and_page(tmp_path: Path):
         assert set(ours["errors"]) == {"o", *(f"d{name}" for name in INPUTS)} == set(one["allowed"])
         assert all(0 < ours["errors"][name] < 0.05 for name in ours["errors"])
         assert one["machine"]["torch"] == torch.__version__
+        assert ours["versions"] == {"openkda": openkda.__version__}
     assert picture.read_bytes().startswith(b"\x89PNG")
     for text in (out, page.read_text()):
         assert "openkda bench op on" in text
@@ -215,8 +217,8 @@ def test_adapters_say_what_a_reader_needs(cls: type[peers.Implementation]):
 
 
 def test_versions_of_unknown_distributions_do_not_stop_a_row():
-    class Nowhere(peers.OpenKDA):
-        distributions = ("openkda", "no-such-distribution")
+    class Nowhere(peers.Fla):
+        distributions = ("no-such-distribution",)
 
     assert Nowhere.versions()["no-such-distribution"] == "unknown"
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from openkda import __version__
+
 #: lower_bound of the bounded gate, in nats.
 LOWER_BOUND = -5.0
 
@@ -83,6 +85,10 @@ class OpenKDA(Implementation):
         from openkda import chunk_kda
 
         self._chunk_kda = chunk_kda
+
+    @classmethod
+    def versions(cls) -> dict[str, str]:
+        return {"openkda": __version__}  # also right for a checkout that is not installed
 
     def forward(self, x: dict[str, Tensor]) -> Tensor:
         flags = {f"use_{name}_in_kernel": True for name in ("qk_l2norm", "gate", "beta_sigmoid")}
