@@ -9,7 +9,7 @@ from openkda import backends, checks
 from openkda.norm import eager, reference
 
 ACTIVATIONS = ("sigmoid", "silu")
-TRITON_WIDTH = 8192  # entries of a row, which a program holds in registers
+TRITON_WIDTH = 4096  # entries of a row, which a program holds in registers
 
 
 def _fused(op: str) -> Callable[..., Any]:
@@ -39,7 +39,7 @@ def l2norm(x: Any, eps: float = 1e-6, *, backend: str = "auto") -> Any:
     Args:
         x: `[.., D]`, any float dtype, any strides.
         eps: Added to the sum of squares, above 0.
-        backend: "auto", "triton" (D up to 8192), "eager" or "reference".
+        backend: "auto", "triton" (D up to 4096), "eager" or "reference".
     Returns: shaped like x, in its dtype.
     Raises: TypeError for a wrong kind or dtype; ValueError for eps <= 0 or a scalar x; BackendUnavailable for a
         backend that cannot run.
@@ -61,7 +61,7 @@ def rms_norm_gated(x: Any, gate: Any, weight: Any, *, activation: str, eps: floa
         activation: "sigmoid" or "silu" (u * sigmoid(u)). There is no default, since libraries differ in theirs:
             Kimi Linear uses "sigmoid".
         eps: Added to the mean of squares, above 0.
-        backend: "auto", "triton" (D up to 8192), "eager" or "reference".
+        backend: "auto", "triton" (D up to 4096), "eager" or "reference".
     Returns: shaped like x, in its dtype.
     Raises: TypeError for a wrong kind or dtype or a missing activation; ValueError for a wrong shape, an unknown
         activation or eps <= 0; BackendUnavailable for a backend that cannot run.

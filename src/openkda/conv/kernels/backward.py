@@ -273,7 +273,8 @@ def conv_bwd(
     if B * T * C == 0:
         partials = fw.zeros((1, W + 1, C), like=x, dtype="float32") if sums else None
     else:
-        plan = tuning.plan("conv_bwd", x, tokens=B * T, channels=C)
+        states = initial_state is not None or dfinal_state is not None
+        plan = tuning.plan("conv_bwd", x, tokens=B * T, channels=C, states=states)
         partials = fw.empty((plan.ranges, W + 1, C), like=x, dtype="float32") if sums else None
         with fw.on_device(x):
             _conv_bwd_kernel[(plan.programs,)](

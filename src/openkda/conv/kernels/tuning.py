@@ -23,16 +23,16 @@ TABLES: dict[str, dict[int, dict[str, int]]] = {
     # Few programs with long ranges: the fewer rows are read twice. Half a wave of four warps keeps memory busy.
     "conv_fwd": {
         80: _row(1024, 4, 648, 16, 256),
-        89: _row(1024, 4, 768, 16, 256),
+        89: _row(512, 4, 1536, 16, 256),
         90: _row(1024, 4, 768, 16, 256),
         100: _row(1024, 4, 888, 16, 256),
     },
-    # One wave: four programs of 128 registers a multiprocessor. More would mean more partial sums.
+    # One wave: three programs of 168 registers a multiprocessor. More would mean more partial sums.
     "conv_bwd": {
-        80: _row(512, 4, 432, 16, 4096, maxnreg=128),
-        89: _row(512, 4, 512, 16, 4096, maxnreg=128),
-        90: _row(512, 4, 528, 16, 4096, maxnreg=128),
-        100: _row(512, 4, 592, 16, 4096, maxnreg=128),
+        80: _row(512, 4, 216, 16, 4096),
+        89: _row(512, 4, 256, 16, 4096),
+        90: _row(512, 4, 396, 16, 4096, maxnreg=168),
+        100: _row(512, 4, 444, 16, 4096, maxnreg=168),
     },
 }
 
@@ -47,9 +47,11 @@ class Plan:
     options: dict[str, int]  # BC and launch options
 
 
-def plan(stage: str, x: Any, *, tokens: int, channels: int) -> Plan:
-    """The cut for x; depends on shapes and the GPU family alone."""
+def plan(stage: str, x: Any, *, tokens: int, channels: int, states: bool = False) -> Plan:
+    """The cut for x; depends on shapes and the GPU family alone, and on whether states take registers."""
     options = dict(TABLES[stage][family_of(x)])
+    if states:
+        options.pop("maxnreg", None)
     programs, fewest, most = (options.pop(name) for name in ("programs", "fewest", "most"))
     if (fewer := triton.next_power_of_2(channels)) < options["BC"]:
         options |= {"BC": fewer, "num_warps": max(1, options["num_warps"] * fewer // options["BC"])}

@@ -35,11 +35,15 @@ TABLES: dict[str, dict[int, dict[str, int]]] = {
 
 def plan(stage: str, x: Any, *, rows: int, width: int) -> tuple[int, dict[str, int]]:
     """Programs, and the options of a launch over [rows, width]; depends on shapes and the GPU family alone."""
-    settings = TABLES[stage][family_of(x)]
+    return cut(TABLES[stage][family_of(x)], rows=rows, width=width)
+
+
+def cut(settings: dict[str, int], *, rows: int, width: int) -> tuple[int, dict[str, int]]:
+    """`plan` with the settings of one row of the table."""
     BD = triton.next_power_of_2(width)
     BR = max(1, settings["size"] // BD)
     warps = settings["num_warps"] * max(1, BD // settings["size"])
     programs = -(-rows // BR)
     if settings["programs"]:
         programs = min(programs, settings["programs"])
-    return programs, {"BR": BR, "BD": BD, "num_warps": min(warps, 16)}
+    return programs, {"BR": BR, "BD": BD, "num_warps": warps}
