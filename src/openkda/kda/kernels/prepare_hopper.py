@@ -248,9 +248,7 @@ def _clear_tail(buffer, rows):
     """Rows behind the last token become zeros: they belong to others, or are NaN."""
     r = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS))
     x = buffer.load(ROWS)
-    gl.thread_barrier()
     buffer.store(gl.where((r < rows)[:, None], x, gl.zeros_like(x)))
-    gl.thread_barrier()
 
 
 @gluon.jit
@@ -483,7 +481,6 @@ def _prepare_fwd_hopper_kernel(
         if rows < C:
             _clear_tail(b_v, rows)
             fence_async_shared()
-            gl.thread_barrier()
         b_u = warpgroup_mma(ab, b_v, wide, use_acc=False, is_async=True)
         b_u = warpgroup_mma_wait(0, deps=[b_u])
         _send(tiles.index(2), b_u.to(gl.bfloat16), u_desc, item * C)

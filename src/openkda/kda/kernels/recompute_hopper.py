@@ -187,7 +187,6 @@ def _chain(
             if rows < C:  # what lies behind the sequence may be NaN
                 b_v.store(gl.where((r < rows)[:, None], b_v.load(acc), 0.0).to(gl.bfloat16))
                 fence_async_shared()
-                gl.thread_barrier()
             zeros = gl.zeros([C, D], gl.float32, acc)
             b_w = warpgroup_mma(ab, kd, zeros, use_acc=False, is_async=True)
             b_u = warpgroup_mma(ab, b_v, zeros, use_acc=False, is_async=True)
