@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from openkda import frameworks
 from openkda.kda.kernels.gradients_values_hopper import _place
+from openkda.kda.kernels.launch import launch
 from openkda.kda.kernels.recompute_hopper import FLOOR_LOG2, LOG2_E, NORM_EPS, _decay_log2, takes
 from openkda.kda.kernels.scan_hopper import C, D, _token_tiles, _workspace
 from openkda.kda.kernels.tables import CHUNK, Layout
@@ -496,7 +497,8 @@ def prepare_fwd(
     fw = frameworks.of(a)
     NC, HV = (int(n) for n in a.shape[:2])
     with fw.on_device(a):
-        _prepare_fwd_hopper_kernel[(NC * HV,)](
+        launch(
+            _prepare_fwd_hopper_kernel, NC * HV,
             *(_token_tiles(x, 128) for x in (q, k, v, g)), *(_workspace(x, 128) for x in (w, u, kg, qg)),
             _workspace(aqk, CHUNK), _workspace(a, CHUNK), beta, act.A_log, act.dt_bias, decay, norms, layout.chunks,
             layout.T, HV, HV // int(q.shape[2]), float(act.scale), float(act.lower_bound or 0.0), float(act.beta_scale),
