@@ -27,6 +27,7 @@ _HOME = {
     "l2norm": "openkda.norm",
     "rms_norm_gated": "openkda.norm",
     "causal_conv1d": "openkda.conv",
+    "causal_conv1d_update": "openkda.conv",
     "KimiDeltaAttention": None,
     "ShortConvolution": None,
     "FusedRMSNormGated": None,
@@ -42,6 +43,7 @@ __all__ = [*_HOME, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 if TYPE_CHECKING:
     from openkda.backends import explain as explain
     from openkda.conv import causal_conv1d as causal_conv1d
+    from openkda.conv import causal_conv1d_update as causal_conv1d_update
     from openkda.errors import BackendUnavailable as BackendUnavailable
     from openkda.kda.chunk import chunk_kda as chunk_kda
     from openkda.kda.gate import kda_gate as kda_gate

@@ -16,6 +16,7 @@ PUBLIC = (
     "kda_gate_cumsum",
     "l2norm",
     "causal_conv1d",
+    "causal_conv1d_update",
     "rms_norm_gated",
     "explain",
     "KimiDeltaAttention",
