@@ -58,6 +58,11 @@ def signature(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], str, int]:
     return tuple(x.shape), tuple(x.strides), dtype_name(x), address(x) % 16
 
 
+def device_index(x: Tensor) -> int:
+    """-1 on a CPU."""
+    return x.place.gpu_device_id() if on_gpu(x) else -1
+
+
 def call_key(values: Sequence[Any]) -> tuple | None:
     """All that checks of these arguments may look at: shapes, dtypes and devices; of no tensors, types and values."""
     return tuple(

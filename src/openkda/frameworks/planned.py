@@ -171,6 +171,10 @@ class Planner:
     def compute_capability(self, x: Buffer) -> int | None:
         return self.capability
 
+    def address(self, x: Buffer) -> int:
+        """Modulo ALIGNMENT, which is all that is known of it."""
+        return x.data_ptr()
+
     def on_device(self, x: Buffer) -> AbstractContextManager[None]:
         return nullcontext()
 

@@ -45,6 +45,11 @@ def signature(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], str, int]:
     return x.shape, x.stride(), _NAMES[x.dtype], x.data_ptr() & 15
 
 
+def device_index(x: Tensor) -> int:
+    """-1 on a CPU."""
+    return x.get_device()
+
+
 def call_key(values: Sequence[Any]) -> tuple | None:
     """All that checks of these arguments may look at: shapes, dtypes, devices; values of what is no tensor, with types.
 

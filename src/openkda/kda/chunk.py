@@ -105,7 +105,7 @@ def chunk_kda(
             check_state(op, "initial_state", initial_state, q, sizes, v_first=state_v_first)
         _passed.add(key)
     chosen = backends.choose(op, backend, AVAILABLE[op], q)
-    kernels = extras if chosen == "triton" else {}
+    kernels: dict[str, Any] = extras if chosen == "triton" else {}
     run = eager_invariant.chunk_kda if batch_invariant and chosen == "eager" else AVAILABLE[op][chosen]
     if cp_context is not None:
         run = functools.partial(context_parallel.chunk_kda, run, cp_context)

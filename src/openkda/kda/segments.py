@@ -96,7 +96,7 @@ def parts_of(s: Segment, layout: Layout, H: int, HV: int) -> list[Part]:
     count = min(max(NC * HV // PART_WORK, 1), PARTS)
     if NC == 0 or (layout.packed and H != HV):
         return [Part(everything, s.tokens, everything, layout)]
-    if layout.packed:
+    if layout.chunks is not None:
         step = max(-(-NC // count), 1)
         runs = [slice(c, min(c + step, NC)) for c in range(0, NC, step)]
         return [

@@ -93,13 +93,13 @@ def test_fused_reads_strided_inputs(device):
 @pytest.fixture
 def in_pieces(monkeypatch):
     """Segments and parts that are as small as can be."""
-    from openkda.kda import fused, segments
+    from openkda.kda import segments, stages
 
     for name in ("WORK", "PART_WORK"):
         monkeypatch.setattr(segments, name, 1)
-    fused.forget_plans()
+    stages.forget_plans()
     yield segments
-    fused.forget_plans()
+    stages.forget_plans()
 
 
 def test_fused_in_segments_matches_fp64(in_pieces, device):

@@ -21,6 +21,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from openkda import frameworks
+
 
 @dataclass(frozen=True)
 class Activations:
@@ -34,6 +36,19 @@ class Activations:
     lower_bound: float | None  # of the bounded gate, nats
     beta_sigmoid: bool
     beta_scale: float  # of the sigmoid: 1, or 2 for negative eigenvalues
+
+
+def is_matrix(x: Any) -> bool:
+    """Whether a tensor descriptor can take x [B, T, heads, width] for a matrix of B * T rows, heads side by side."""
+    fw = frameworks.of(x)
+    (B, T, heads, width), (stride_b, stride_t, stride_h, stride) = fw.shape(x), fw.strides(x)
+    rows = (B == 1 or stride_b == T * stride_t) and stride_t % 8 == 0 and stride_t >= heads * width
+    return rows and stride == 1 and (heads == 1 or stride_h == width) and fw.address(x) % 16 == 0
+
+
+def as_matrix(x: Any) -> Any:
+    """x itself if it `is_matrix`, else a copy that is one."""
+    return x if is_matrix(x) else frameworks.of(x).copy(x)
 
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # kernels use exp2 only

@@ -33,8 +33,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from openkda import frameworks
+from openkda.kda.kernels.common import as_matrix, is_matrix
 from openkda.kda.kernels.launch import launch
-from openkda.kda.kernels.scan_hopper import C, D, _token_tiles, _workspace, as_matrix
+from openkda.kda.kernels.scan_hopper import C, D, _token_tiles, _workspace
 from openkda.kda.kernels.tables import CHUNK, Layout
 
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -298,7 +299,7 @@ def takes(a: Any, *token_tensors: Any) -> bool:
     wide = all(fw.shape(x)[3] == 128 and fw.dtype_name(x) == "bfloat16" for x in token_tensors)
     if not wide or fw.dtype_name(a) != "bfloat16" or fw.compute_capability(a) != 90 or fw.shape(a)[0] == 0:
         return False
-    return as_matrix(token_tensors[-1]) is token_tensors[-1]
+    return is_matrix(token_tensors[-1])
 
 
 def values_bwd(

@@ -34,9 +34,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from openkda import frameworks
+from openkda.kda.kernels.common import is_matrix
 from openkda.kda.kernels.gradients_values_hopper import _place
 from openkda.kda.kernels.launch import launch
-from openkda.kda.kernels.scan_hopper import C, D, _token_tiles, _workspace, as_matrix
+from openkda.kda.kernels.scan_hopper import C, D, _token_tiles, _workspace
 from openkda.kda.kernels.tables import CHUNK, Layout
 
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -234,7 +235,7 @@ def takes(a: Any, *token_tensors: Any) -> bool:
     fw = frameworks.of(a)
     if fw.dtype_name(a) != "bfloat16" or fw.compute_capability(a) != 90 or fw.shape(a)[0] == 0:
         return False
-    return all(fw.shape(x)[3] == 128 and fw.dtype_name(x) == "bfloat16" and as_matrix(x) is x for x in token_tensors)
+    return all(fw.shape(x)[3] == 128 and fw.dtype_name(x) == "bfloat16" and is_matrix(x) for x in token_tensors)
 
 
 def recompute_fwd(

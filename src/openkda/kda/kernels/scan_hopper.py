@@ -44,6 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from openkda import frameworks
+from openkda.kda.kernels.common import as_matrix
 from openkda.kda.kernels.launch import launch
 from openkda.kda.kernels.tables import CHUNK, GROUP, Layout
 
@@ -433,14 +434,6 @@ def takes(w: Any, token_tensor: Any) -> bool:
     fw = frameworks.of(w)
     sizes = (fw.shape(w)[3], fw.shape(token_tensor)[3], fw.dtype_name(w), fw.dtype_name(token_tensor))
     return sizes == (128, 128, "bfloat16", "bfloat16") and fw.compute_capability(w) == 90 and fw.shape(w)[0] > 0
-
-
-def as_matrix(x: Any) -> Any:
-    """x [B, T, HV, V] itself where the TMA can take it for a matrix of B * T rows, else a copy."""
-    fw = frameworks.of(x)
-    (B, T, HV, V), (stride_b, stride_t, stride_h, _) = fw.shape(x), fw.strides(x)
-    rows = (B == 1 or stride_b == T * stride_t) and stride_t % 8 == 0 and stride_t >= HV * V
-    return x if rows and (HV == 1 or stride_h == V) else fw.copy(x)
 
 
 def _token_tiles(x: Any, BV: int) -> TensorDescriptor:
