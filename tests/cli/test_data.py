@@ -232,3 +232,12 @@ def test_text_shorter_than_the_ranks(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * 40)
     with pytest.raises(DataError, match=r"a\.txt: is too short for 64 data-parallel ranks"):
         loader(tmp_path / "a.txt", dp_world_size=64, seq_len=8)
+
+
+def test_another_number_of_data_parallel_ranks_cannot_go_on_in_the_text():
+    loader, tokenizer = TextDataLoader.Config(), ByteTokenizer()
+    options = {"tokenizer": tokenizer, "seq_len": 64, "local_batch_size": 1, "dp_rank": 0}
+    saved = loader.build(**options, dp_world_size=2).state_dict()
+    loader.build(**options, dp_world_size=2).load_state_dict(saved)
+    with pytest.raises(DataError, match="a checkpoint of 2 data-parallel ranks must go on with as many, got 4"):
+        loader.build(**options, dp_world_size=4).load_state_dict(saved)

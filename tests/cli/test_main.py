@@ -20,6 +20,7 @@ OPTIONS = {
         "--steps N",
         "--output DIR",
         "--resume PATH",
+        "--nproc N",
         "--module MODULE",
         "--verbose",
         "--help-all",

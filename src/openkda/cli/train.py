@@ -23,6 +23,7 @@ Options that are not listed here go to torchtitan, such as --training.seq_len 51
 examples:
   openkda train --config kimi_linear_tiny
   openkda train --config kimi_linear_tiny --data my_texts/ --steps 200
+  openkda train --config kimi_linear_debug --nproc 8 --parallelism.tensor_parallel_degree 2
   openkda train --resume outputs/kimi_linear_tiny-20260101-120000
 """
 
@@ -80,6 +81,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="go on from the last checkpoint in this output folder, or from this step-N folder, with the options "
         "it was started with",
     )
+    add(
+        "--nproc",
+        type=_positive,
+        metavar="N",
+        help="processes to train with on this machine, one a GPU; default: 1. By default they share the parameters "
+        "(FSDP); --parallelism.tensor_parallel_degree and its relatives choose another layout",
+    )
     add("--module", metavar="MODULE", help=f"package with a config_registry; default: {MODULE}")
     add("--verbose", action="store_true", help="show torchtitan's log here as well as in the log file")
     add("--help-all", action="store_true", help="list torchtitan's options for this configuration and leave")
@@ -87,16 +95,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     request = resolve(args)
+    if args.nproc is not None and "RANK" in os.environ:
+        raise UserError("--nproc must be left out under torchrun, which has its own --nproc-per-node")
     if request.data is not None and not request.data.exists():  # said before torch is imported, which takes seconds
         raise UserError(f"{request.data}: no such file or folder")
     try:
         from openkda.integrations.torchtitan import require_torchtitan
 
         require_torchtitan()
+        nproc = args.nproc or 1
+        if nproc > 1 and not args.help_all:
+            from openkda.cli.launch import launch
+
+            return launch(_words(args, request), nproc, request.output / "ranks")
         from openkda.cli import training
     except ImportError as error:
         raise UserError(str(error)) from error
     return training.train(request)
+
+
+def _words(args: argparse.Namespace, request: Request) -> list[str]:
+    """The command line of a rank."""
+    output = None if args.resume is not None else request.output
+    options = {name: getattr(args, name) for name in ("config", "data", "tokenizer", "steps", "resume", "module")}
+    words = ["train"]
+    for name, value in {**options, "output": output}.items():
+        words += [] if value is None else [f"--{name}", str(value)]
+    return [*words, *(["--verbose"] if args.verbose else []), *args.extra]
 
 
 def resolve(args: argparse.Namespace) -> Request:

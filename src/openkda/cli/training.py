@@ -166,7 +166,10 @@ class _Session:
             finally:
                 self.progress.stop()
             if trainer.stop_requested and trainer.step < trainer.config.training.steps:
-                return self._interrupted()
+                code = self._interrupted()
+                if dist.get_world_size() > 1:
+                    dist.barrier()  # a launcher stops all ranks when the first one leaves
+                return code
             if self.metrics.heldout_step != trainer.step:
                 self._evaluate(f"after {trainer.step} steps")
         m = self.metrics

@@ -55,6 +55,7 @@ LAYOUTS = {
     "fsdp2_tp2": Layout(4, {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}),
     "cp4": Layout(4, {"context_parallel_degree": 4}),
     "cp2_fsdp2": Layout(4, {"context_parallel_degree": 2, "data_parallel_shard_degree": 2}),
+    "turns": Layout(4),  # two of them, one after the other
     "cp2_tp2": Layout(4, {"context_parallel_degree": 2, "tensor_parallel_degree": 2}),
 }
 
@@ -154,6 +155,25 @@ def run(name: str, folder: Path) -> None:
     torch.save(train(config), folder / f"{name}-{dist.get_rank()}.pt")
 
 
+def run_in_turns(folder: Path) -> None:
+    """Three steps in one layout, and the rest in another one, from the checkpoint between them."""
+    found: dict[str, Any] = {"losses": {}, "gradients": {}}
+    for name, steps in (("fsdp2_tp2", 3), ("cp2_fsdp2", STEPS)):
+        config = config_of(LAYOUTS[name], folder / "turns", steps=steps)
+        config.checkpoint.initial_load_path = str(folder / "seed")
+        found["losses"] |= train(config)["losses"]
+        rank = dist.get_rank()
+        new_port()
+    torch.save(found, folder / f"turns-{rank}.pt")
+
+
+def new_port() -> None:
+    """A port for the next group: a rank that is ahead must not find the store of the one before."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+
+
 def make_seed(folder: Path) -> None:
     """A checkpoint of the model before its first step."""
     config = config_of(LAYOUTS["single"], folder)
@@ -170,11 +190,13 @@ def main(folder: Path, names: list[str]) -> None:
     cpu.install()
     warnings.filterwarnings("ignore")
     for name in names:
-        # A port of its own: a rank that is ahead must not find the store of the layout before.
-        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-        make_seed(folder) if name == "seed" else run(name, folder)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        if name == "seed":
+            make_seed(folder)
+        elif name == "turns":
+            run_in_turns(folder)
+        else:
+            run(name, folder)
+        new_port()
 
 
 if __name__ == "__main__":

@@ -104,6 +104,15 @@ class TextDataLoader(ParallelAwareDataloader):
             snapshot_every_n_steps=snapshot_every_n_steps,
         )
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        saved = state_dict.get("world_size", self.dp_world_size)
+        if saved != self.dp_world_size:
+            raise DataError(
+                f"a checkpoint of {saved} data-parallel ranks must go on with as many, got {self.dp_world_size}: "
+                "others would not know what text was read; all other degrees may change"
+            )
+        super().load_state_dict(state_dict)
+
 
 def load_corpus(path: str | None, fraction: float) -> Corpus:
     """Read and split the text at `path`; asked again for the same unchanged path, answer from memory."""
