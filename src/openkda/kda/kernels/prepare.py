@@ -440,6 +440,12 @@ def prepare_fwd(
     """
     fw = frameworks.of(q)
     HV, K = int(v.shape[2]), int(q.shape[3])
+    if tile is None and act.l2norm and (module := _hopper("prepare_hopper", a, q, k, v, g)) is not None:
+        module.prepare_fwd(
+            q=q, k=k, v=v, g=g, beta=beta, w=w, u=u, kg=kg, qg=qg, aqk=aqk, a=a, decay=decay, norms=norms, act=act,
+            layout=layout, options=tuning.lookup("prepare_fwd_hopper", 90, work=layout.num_chunks * HV),
+        )  # fmt: skip
+        return
     blocks = fw.empty((layout.num_chunks, HV, 3, 4, K), like=decay)
     with fw.on_device(q):
         launch(
