@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import statistics
 import subprocess
@@ -31,6 +32,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+import openkda
 
 VARIANTS = ("openkda", "fla", "stock")
 WARM_UP = 2
@@ -87,8 +90,14 @@ def fla_operators() -> SimpleNamespace:
     return SimpleNamespace(chunk_kda=kda, causal_conv1d=conv, rms_norm_gated=norm)
 
 
+def openkda_operators(backend: str) -> SimpleNamespace:
+    """What the integration calls, from openkda with a backend of our choice."""
+    names = ("chunk_kda", "causal_conv1d", "rms_norm_gated")
+    return SimpleNamespace(**{name: functools.partial(getattr(openkda, name), backend=backend) for name in names})
+
+
 @contextlib.contextmanager
-def kernels_of(variant: str) -> Iterator[None]:
+def kernels_of(variant: str, backend: str) -> Iterator[None]:
     """transformers' layers on the kernels of a variant."""
     if variant == "stock":
         yield
@@ -99,8 +108,8 @@ def kernels_of(variant: str) -> Iterator[None]:
     ours = forwards.openkda
     with integration.enabled():
         try:
-            if variant == "fla":
-                forwards.openkda = fla_operators()  # pyright: ignore[reportAttributeAccessIssue]
+            operators = fla_operators() if variant == "fla" else openkda_operators(backend)
+            forwards.openkda = operators  # pyright: ignore[reportAttributeAccessIssue]
             yield
         finally:
             forwards.openkda = ours
@@ -127,7 +136,7 @@ def steps(o: argparse.Namespace, variant: str) -> dict[str, Any]:
         if gpu:
             torch.cuda.synchronize()
 
-    with kernels_of(variant):
+    with kernels_of(variant, o.backend):
         for i in range(WARM_UP + o.steps):
             if i == WARM_UP and gpu:
                 torch.cuda.reset_peak_memory_stats()
@@ -171,6 +180,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         add(f"--{name}", type=int, default=size)
     add("--head-dim", type=int, default=128)
     add("--device", default="cuda", choices=("cuda", "cpu"))
+    add("--backend", default="auto", choices=("auto", "triton", "eager"), help="of openkda (default: auto)")
     add("--timeout", type=float, default=900, help="seconds for one variant (default: 900)")
     add("--profile", action="store_true", help="list the kernels of a step")
     add("--json", type=Path, help="write every figure here")
