@@ -37,6 +37,8 @@ class Passed:
         if values_wanted() or not frameworks.is_tensor(x):
             return None
         key = frameworks.of(x).call_key((x, *others))
+        if key is None:  # compilers trace no hash
+            return None
         try:
             hash(key)
         except TypeError:
