@@ -5,6 +5,7 @@ Also the program of a rank: `python cases.py FOLDER` computes every case of its 
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -82,6 +83,7 @@ CASES = [
     Case("neg_eigval", 2, (0, 90, 200), options={**INSIDE, "allow_neg_eigval": True}),
     Case("fp64", 2, MANY, order="zigzag", options={"dtype": torch.float64}),
     Case("fp64_reference", 2, (0, 33, 60), options={"dtype": torch.float64, "backend": "reference"}),
+    Case("triton_zigzag", 2, (0, 10, 40), order="zigzag", options={"backend": "triton", "HV": 2}),
     Case("through_every_rank", 4, (0, 300)),
     Case("through_every_rank_zigzag", 4, (0, 304), order="zigzag", options={"gate": "bounded", **INSIDE}),
     Case("packed_on_four", 4, MANY, options=INSIDE),
@@ -164,11 +166,17 @@ class Traffic:
         setattr(dist, self._name, self._gather)
 
 
+def chosen(case: Case, *, interpreted: bool) -> bool:
+    """Whether a case runs where kernels are, or are not, interpreted: Triton decides that when it is imported."""
+    return interpreted == (case.options.get("backend") == "triton")
+
+
 def main(folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     for case in CASES:
-        if case.size != dist.get_world_size():
+        if case.size != dist.get_world_size() or not chosen(case, interpreted=interpreted):
             continue
         offsets = torch.tensor(case.offsets, dtype=torch.int64)
         options = {"order": case.order, "rows": case.rows, "num_tokens": case.T, "conv_width": case.width}

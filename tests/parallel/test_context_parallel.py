@@ -34,15 +34,18 @@ SAME_EVERYWHERE = {"final_state", "last"}
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """Folder with the results of all ranks of a world; computed once."""
-    folders: dict[int, Path] = {}
+def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Path]:
+    """Folder with the results of all ranks for a case; cases of one world are computed together, once."""
+    folders: dict[tuple[int, bool], Path] = {}
 
-    def of(size: int) -> Path:
-        done = size in folders
-        folder = folders.setdefault(size, tmp_path_factory.mktemp(f"ranks{size}"))
+    def of(case: Any) -> Path:
+        interpreted = cases.chosen(case, interpreted=True)
+        world = case.size, interpreted
+        done = world in folders
+        folder = folders.setdefault(world, tmp_path_factory.mktemp("ranks"))
         if not done:
-            run_processes(HERE / "cases.py", size, str(folder))
+            env = {"TRITON_INTERPRET": str(int(interpreted))}
+            run_processes(HERE / "cases.py", case.size, str(folder), env=env)
         return folder
 
     return of
@@ -70,12 +73,12 @@ def check(case: Any, exact: dict[str, Tensor], ranks: list[dict[str, Tensor]], l
     assert not wrong, f"{case.name}: {', '.join(wrong)} above {limit:.0e}"
 
 
-def loaded(results: Callable[[int], Path], case: Any) -> list[dict[str, Any]]:
-    return [torch.load(results(case.size) / f"{case.name}-{rank}.pt") for rank in range(case.size)]
+def loaded(results: Callable[[Any], Path], case: Any) -> list[dict[str, Any]]:
+    return [torch.load(results(case) / f"{case.name}-{rank}.pt") for rank in range(case.size)]
 
 
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: f"{case.size}-{case.name}")
-def test_chunk_kda_equals_one_process(results: Callable[[int], Path], case: Any) -> None:
+def test_chunk_kda_equals_one_process(results: Callable[[Any], Path], case: Any) -> None:
     inputs = case.inputs()
     if not case.final:
         inputs.grad_final_state.zero_()
@@ -87,13 +90,13 @@ def test_chunk_kda_equals_one_process(results: Callable[[int], Path], case: Any)
 
 
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: f"{case.size}-{case.name}")
-def test_causal_conv1d_equals_one_process(results: Callable[[int], Path], case: Any) -> None:
+def test_causal_conv1d_equals_one_process(results: Callable[[Any], Path], case: Any) -> None:
     exact = cases.run_conv(case, None)
     check(case, exact, [result["conv"] for result in loaded(results, case)], testing.FP32_LIMIT)
 
 
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: f"{case.size}-{case.name}")
-def test_what_a_rank_sends_does_not_depend_on_the_tokens(results: Callable[[int], Path], case: Any) -> None:
+def test_what_a_rank_sends_does_not_depend_on_the_tokens(results: Callable[[Any], Path], case: Any) -> None:
     inputs = case.inputs()
     (K, (HV, V)), parts = (inputs.q.shape[3], inputs.v.shape[2:]), (2 if case.order == "zigzag" else 1) * case.rows
     width = 8 if inputs.q.dtype == torch.float64 else 4
