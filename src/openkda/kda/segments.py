@@ -10,7 +10,7 @@ The gradient stage, which needs most memory, takes a segment in parts: runs of c
 
 Why (K = V = 128, bf16, bytes a token and head): the backward needs 0.9 KB for what is kept, o and dO, 1 KB for the
 gradients, and 1 KB for states and their gradients. All other workspaces of it, 2.2 KB, find room in the memory of
-gradients that are not written yet and in 0.3 KB besides if the gradient stage has four parts, in 1.1 KB if it has one.
+gradients that are not written yet, and in 0.3, 0.5 or 1.1 KB besides if the gradient stage has four parts, two or one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ WORK = 131072
 # Sequences x value heads up to which the scans leave two thirds of a GPU to the other stages.
 FEW = 22
 SEGMENTS = 4
-# Chunks x value heads of a part, at least; and parts of a segment, at most.
-PART_WORK = 512
-PARTS = 4
+# Parts of a segment of at least so many chunks x value heads. Two cost nothing from 512 each on; four cost 2 % at 1024
+# each, on an H200.
+PARTS = ((8192, 4), (1024, 2))
 
 
 class Segment(NamedTuple):
@@ -93,7 +93,7 @@ def parts_of(s: Segment, layout: Layout, H: int, HV: int) -> list[Part]:
     A packed call with grouped heads has one: the sums over groups go over all tokens at a time.
     """
     everything, NC = slice(None), layout.num_chunks
-    count = min(max(NC * HV // PART_WORK, 1), PARTS)
+    count = next((n for work, n in PARTS if NC * HV >= work), 1)
     if NC == 0 or (layout.packed and H != HV):
         return [Part(everything, s.tokens, everything, layout)]
     if layout.chunks is not None:

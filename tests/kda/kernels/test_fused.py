@@ -95,8 +95,8 @@ def in_pieces(monkeypatch):
     """Segments and parts that are as small as can be."""
     from openkda.kda import segments, stages
 
-    for name in ("WORK", "PART_WORK"):
-        monkeypatch.setattr(segments, name, 1)
+    monkeypatch.setattr(segments, "WORK", 1)
+    monkeypatch.setattr(segments, "PARTS", ((1, 4),))
     stages.forget_plans()
     yield segments
     stages.forget_plans()
