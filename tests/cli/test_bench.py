@@ -8,6 +8,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import types
@@ -207,6 +208,31 @@ def test_rows_that_start_ahead_come_in_order():
         spec["case"] = tiny_case(T=T, H=1)
     found = list(row.measure_all(specs, [{"OMP_NUM_THREADS": "1"}] * 2, 60, ahead=True))
     assert [(r["shape"], r["stage"], r["failure"]) for r in found] == [(shape, "done", None) for shape in shapes]
+
+
+def test_command_that_is_ended_shows_what_it_has_and_leaves_no_process(fake_peer, tmp_path: Path):
+    mark = tmp_path / "pid"
+    fake_peer(
+        "import os, time, openkda\n"
+        "def chunk_kda(safe_gate, **kwargs):\n"
+        "    if kwargs['q'].shape[1] == 128:\n"
+        f"        open({str(mark)!r}, 'w').write(str(os.getpid()))\n"
+        "        time.sleep(100)\n"
+        "    return openkda.chunk_kda(**kwargs)\n"
+    )
+    argv = ["bench", "op", "--peers", "fla", "--shape", "1x64x1", "1x128x1", *TINY]
+    command = [sys.executable, "-m", "openkda.cli", *argv]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    start = time.monotonic()
+    while not (mark.exists() and mark.read_text()):
+        assert time.monotonic() - start < 60
+        time.sleep(0.1)
+    process.terminate()
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == "openkda bench: interrupted"
+    assert "1x64x1" in out
+    assert not Path(f"/proc/{mark.read_text()}").exists()
 
 
 @pytest.mark.parametrize("cls", [*peers.PEERS.values()], ids=str)

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -89,14 +90,23 @@ def measure_all(
     the GPU is measured; a CPU would be disturbed.
     """
     rows: list[Row] = []
+    before = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is threading.main_thread():  # only there may signals be handled
+        signal.signal(signal.SIGTERM, _interrupt)
     try:
         for i in range(len(specs)):
             while len(rows) <= min(i + ahead, len(specs) - 1):
                 rows.append(Row(specs[len(rows)], environments[len(rows)]))
             yield rows[i].measured(timeout)
-    finally:  # also when the user interrupts
+    finally:  # also when the user interrupts, or a batch system ends this process: rows are in sessions of their own
         for row in rows:
             row.stop()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def main(given: str, path: str) -> None:

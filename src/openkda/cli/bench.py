@@ -122,15 +122,19 @@ def _measure(args: argparse.Namespace, specs: list[dict[str, Any]], device: str,
     options = _options(args, device)
     rows: list[dict[str, Any]] = []
     environments = [ADAPTERS[spec["peer"]].environment if spec["peer"] else {} for spec in specs]
-    for row in measure_all(specs, environments, args.timeout, ahead=device == "cuda"):
-        rows.append(row)
-        print(f"{row['shape']} {row['peer'] or 'openkda'}: {row['seconds']} s", file=sys.stderr, flush=True)
-        if args.json is not None:
-            _write(
-                args.json,
-                json.dumps({"benchmark": args.what, "command": command, "missing": missing, "rows": rows}, indent=1)
-                + "\n",
-            )
+    stopped = False
+    try:
+        for row in measure_all(specs, environments, args.timeout, ahead=device == "cuda"):
+            rows.append(row)
+            print(f"{row['shape']} {row['peer'] or 'openkda'}: {row['seconds']} s", file=sys.stderr, flush=True)
+            if args.json is not None:
+                _write(
+                    args.json,
+                    json.dumps({"benchmark": args.what, "command": command, "missing": missing, "rows": rows}, indent=1)
+                    + "\n",
+                )
+    except KeyboardInterrupt:  # what was measured is shown all the same
+        stopped = True
     print(report.heading(args.what, rows, options))
     report.print_table(args.what, rows, missing)
     print("\n".join([report.LEGEND[args.what], *report.kernel_lines(rows)]))
@@ -142,7 +146,9 @@ def _measure(args: argparse.Namespace, specs: list[dict[str, Any]], device: str,
             plot.draw(rows, title, args.plot)
         except (OSError, ValueError) as error:  # ValueError: a format that matplotlib does not know
             raise UserError(f"{args.plot}: {' '.join(str(error).split())}") from error
-    print(report.summary(args.what, rows))
+    print(report.summary(args.what, rows), flush=True)
+    if stopped:
+        raise KeyboardInterrupt
     ours = [row["implementations"].get("openkda", {}) for row in rows]
     return FAILED if any("forward_ms" not in result for result in ours) else 0
 
