@@ -6,8 +6,10 @@
 One token for each of `batch` sequences, H = HV = 32, K = V = 128, bf16 inputs with raw gate, beta, q and k, fp32 states
 in a pool, slots shuffled. Steps of a graph rotate among pools of 2 GiB in all, so that no state waits in L2. The floor
 is the fastest way to copy as many bytes on this device in the same run: cudaMemcpy or an elementwise kernel, in a
-graph or outside (in a graph a cudaMemcpy may run on a copy engine). A step must read and write every state once. `idle`
-is a step whose slots are all padding: the price of a launch in a graph.
+graph or outside (in a graph a cudaMemcpy may run on a copy engine). A step must read and write every state once.
+
+    idle         a step whose slots are all padding: the price of a launch in a graph
+    invariant    a step with batch_invariant=True, which runs the unfinished chunk of 64 tokens again
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -99,7 +102,7 @@ def bench(batch: int) -> list[dict]:
     padding = torch.full_like(slots, -1)
     target = torch.empty(size, device="cuda")
 
-    def ours(p: torch.Tensor, **options: object) -> object:
+    def ours(p: Any, **options: object) -> Any:
         return recurrent_kda(**x, initial_state=p, backend="triton", **FLAGS, **options)
 
     steps = {
@@ -123,6 +126,10 @@ def bench(batch: int) -> list[dict]:
         runs = [lambda p=p: ours(p, state_indices=slots, state_v_first=True) for p in pools]
         row = {"batch": batch, "provider": "openkda V-first pool", "us": graph_us(runs), "bytes": step_bytes}
         rows.append(row | {"eager_us": eager_us(runs[0])})
+    states = [ours(p, output_final_state=True, batch_invariant=True)[1] for p in pools[:16]]
+    runs = [lambda s=s: ours(s, output_final_state=True, batch_invariant=True) for s in states]
+    row = {"batch": batch, "provider": "openkda invariant", "us": graph_us(runs), "bytes": step_bytes}
+    rows.append(row | {"eager_us": eager_us(runs[0], 20)})
     copies = [time for row in rows[:2] for time in (row["us"], row["eager_us"])]
     for row in rows:
         row["share_of_floor"] = min(copies) * row["bytes"] / step_bytes / row["us"]

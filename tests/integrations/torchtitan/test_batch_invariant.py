@@ -156,3 +156,15 @@ def test_operator_follows_torchtitans_batch_invariant_mode(make_model: MakeModel
     assert isinstance(cache.state, ReplayState)
     # The convolution before it runs on one token at a time here and on 70 there: its rows must be alike for the bits.
     assert testing.relative_rms(torch.cat(got, 1), want.double()) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["tensor", "pipeline", "context", "expert"])
+def test_batch_invariance_refuses_a_model_that_is_cut(kind: str):
+    from openkda.integrations.torchtitan.config_registry import kimi_linear_tiny
+
+    config = kimi_linear_tiny()
+    config.model_spec.model.batch_invariant = True
+    config.model_spec.model.update_from_config(config=config)
+    setattr(config.parallelism, f"{kind}_parallel_degree", 2)
+    with pytest.raises(ValueError, match=f"^kimi_linear: {kind}_parallel_degree must be 1 with batch_invariant, got 2"):
+        config.model_spec.model.update_from_config(config=config)

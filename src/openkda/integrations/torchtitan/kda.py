@@ -78,8 +78,8 @@ class InnerKDA(Module):
     lower_bound None selects the softplus gate of Kimi Linear, a negative number the bounded gate of Kimi K3.
     operator_backend is handed to the operator: "auto", "triton", "eager" or "reference"; so is save_intermediates.
     batch_invariant: a sequence has the same bits in any batch and packing; with a cache the unfinished chunk is kept
-    and run again at every step (`openkda.kda.replay`), so decoding has them too. That is the operator alone: for a whole
-    model see KimiLinearModel. Also on in torchtitan's batch-invariant mode.
+    and run again at every step (`openkda.kda.replay`), so decoding has them too. That is the operator alone: for a
+    whole model see KimiLinearModel. Also on in torchtitan's batch-invariant mode.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -187,8 +187,8 @@ class KimiLinearModel(Decoder):
     With batch_invariant a token's logits have the same bits however its document is batched, packed, padded or decoded:
     the whole model runs on 64 tokens of one document at a time, always in the same shape, and while decoding the
     unfinished block runs again at every step (`openkda.nn.blocks`). Log-probabilities of a rollout are then those of
-    training. It is slow (blocks run one after another), needs the whole model on one device (no pipeline stages, no
-    expert or tensor parallelism), and holds for the logits the model itself returns.
+    training. It is slow (blocks run one after another), needs the whole model on one device (ValueError with tensor,
+    pipeline, context or expert parallelism), and holds for the logits the model itself returns.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -205,6 +205,8 @@ class KimiLinearModel(Decoder):
             from openkda.integrations.torchtitan.sharding import set_kimi_linear_sharding_config
 
             parallelism = config.parallelism
+            if self.batch_invariant:
+                _check_one_device(parallelism)
             update_ep_token_dispatcher_config(self, config)
             force_balance = getattr(getattr(config, "debug", None), "moe_force_load_balance", False)
             for layer in self.layers:
@@ -362,6 +364,17 @@ class KimiLinearModel(Decoder):
 
 def _is_masked(mla: BaseAttention.Config) -> bool:
     return isinstance(mla.inner_attention, MaskedAttention.Config)
+
+
+def _check_one_device(parallelism: Any) -> None:
+    """batch_invariant: a model that is cut computes in other shapes, or in another order."""
+    for kind in ("tensor", "pipeline", "context", "expert"):
+        degree = getattr(parallelism, f"{kind}_parallel_degree")
+        if degree > 1:
+            raise ValueError(
+                f"kimi_linear: {kind}_parallel_degree must be 1 with batch_invariant, got {degree}; "
+                "copies of the whole model (data parallelism) are fine"
+            )
 
 
 def _check_heads(layer: KimiLinearBlock.Config, tensor_parallel_degree: int) -> None:
