@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import functools
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -164,6 +165,79 @@ def steps(o: argparse.Namespace, variant: str) -> dict[str, Any]:
     return result
 
 
+#: Group of a kernel: the first whose pattern its name has.
+GROUPS = {
+    "convolution": "conv",
+    "KDA": "kda|gated_delta|chunk_gla|l2norm|beta_sigmoid|recompute|cumsum|scan|_prepare_|_keys_|_values_|over_chunks",
+    "norm": "norm",
+    "attention": "flash|fmha|attention|sdpa",
+    "matmul": "gemm|nvjet|cutlass|xmma",
+    "optimizer": "adam|multi_tensor",
+}
+
+
+def by_group(result: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds of a step's kernels, by what they do."""
+    total = dict.fromkeys([*GROUPS, "other"], 0.0)
+    for kernel in result.get("kernels", []):
+        name = kernel["name"].lower()
+        total[next((group for group, pattern in GROUPS.items() if re.search(pattern, name)), "other")] += (
+            kernel["us"] / 1e3
+        )
+    return {group: round(ms, 2) for group, ms in total.items()}
+
+
+def page(results: Sequence[dict[str, Any]], command: str) -> str:
+    """The results as Markdown: times and memory, kernels by group, the longest kernels."""
+    done = [r for r in results if "step_ms" in r]
+    ours = next((r for r in done if r["variant"] == "openkda"), None)
+    lines = ["# One training step of a Kimi Linear", "", f"    {command}", ""]
+    if done:
+        lines += [f"{done[0]['device']}, torch {done[0]['torch']}, {done[0]['parameters'] / 1e9:.2f}e9 parameters.", ""]
+    lines += [
+        "| kernels of | step, ms | over openkda's | peak, MiB | over openkda's | losses |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in done:
+        ratios = [f"{r[key] / ours[key]:.3f}" if ours and r[key] else "-" for key in ("step_ms", "peak_mib")]
+        losses = ", ".join(f"{loss:.4f}" for loss in r["losses"])
+        lines.append(
+            f"| {r['variant']} | {r['step_ms']:.1f} | {ratios[0]} | {r['peak_mib']} | {ratios[1]} | {losses} |"
+        )
+    lines += [f"\n{r['variant']}: {r['reason']}" for r in results if "reason" in r]
+    profiled = [r for r in done if r.get("kernels")]
+    if profiled:
+        lines += [
+            "",
+            f"| kernels of a step, ms | {' | '.join(r['variant'] for r in profiled)} |",
+            "|---|" + "---|" * len(profiled),
+        ]
+        groups = [by_group(r) for r in profiled]
+        lines += [f"| {name} | {' | '.join(f'{g[name]:.2f}' for g in groups)} |" for name in groups[0]]
+        for r in profiled:
+            lines += ["", f"Longest kernels, {r['variant']}:", "", "| us a step | launches | kernel |", "|---|---|---|"]
+            lines += [f"| {k['us']:.0f} | {k['launches']:g} | `{k['name'][:90]}` |" for k in r["kernels"][:20]]
+    return "\n".join(lines) + "\n"
+
+
+def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """Kernel time of a step by group, one bar for each variant."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 1.5 + 0.7 * len(results)), layout="constrained")
+    axes = figure.add_subplot()
+    profiled = [r for r in results if r.get("kernels")]
+    left = [0.0] * len(profiled)
+    for group in [*GROUPS, "other"]:
+        values = [by_group(r)[group] for r in profiled]
+        axes.barh([r["variant"] for r in profiled], values, left=left, label=group)
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    axes.set_xlabel("kernel time of one training step, ms")
+    axes.invert_yaxis()
+    axes.legend(ncols=4, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.35))
+    figure.savefig(path, dpi=130)
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -184,6 +258,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--timeout", type=float, default=900, help="seconds for one variant (default: 900)")
     add("--profile", action="store_true", help="list the kernels of a step")
     add("--json", type=Path, help="write every figure here")
+    add("--markdown", type=Path, help="write a page with the table and the kernels here")
+    add("--plot", type=Path, help="draw the kernels of a step here; needs --profile")
     add("--one", choices=VARIANTS, help=argparse.SUPPRESS)  # the process of one variant
     return parser.parse_args(argv)
 
@@ -228,9 +304,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         results.append(run_variant(variant, argv, o.timeout))
         ours = next((r for r in results if r["variant"] == "openkda" and "step_ms" in r), None)
         show(results[-1], ours)
+        command = " ".join(["python benchmarks/train_step.py", *argv])
         if o.json:
-            command = " ".join(["python benchmarks/train_step.py", *argv])
-            o.json.write_text(json.dumps({"benchmark": "train_step", "command": command, "rows": results}, indent=1))
+            o.json.write_text(
+                json.dumps({"benchmark": "train_step", "command": command, "rows": results}, indent=1) + "\n"
+            )
+        if o.markdown:
+            o.markdown.write_text(page(results, command))
+    if o.plot and any(r.get("kernels") for r in results):
+        draw(results, o.plot)
     return 0
 
 

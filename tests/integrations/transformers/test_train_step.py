@@ -17,7 +17,16 @@ SIZES = "--layers 5 --hidden 64 --heads 2 --head-dim 16 --mlp 96 --vocab 128 --t
 
 def run(tmp_path: Path, *options: str) -> list[dict]:
     out = tmp_path / "out.json"
-    command = [sys.executable, str(SCRIPT), *SIZES.split(), *options, "--json", str(out)]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        *SIZES.split(),
+        *options,
+        "--json",
+        str(out),
+        "--markdown",
+        str(tmp_path / "out.md"),
+    ]
     subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, check=True, timeout=300)
     return json.loads(out.read_text())["rows"]
 
@@ -30,6 +39,7 @@ def test_variants_train_the_same_model(tmp_path: Path, checkpoint: str):
     assert ours["losses"][-1] < ours["losses"][0]  # four steps on one batch
     assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-3)
     assert ours["step_ms"] > 0
+    assert f"| stock | {stock['step_ms']:.1f} |" in (tmp_path / "out.md").read_text()
 
 
 @pytest.mark.skipif(find_spec("fla") is not None, reason="fla is installed")
