@@ -235,7 +235,7 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
     axes.set_xlabel("kernel time of one training step, ms")
     axes.invert_yaxis()
     axes.legend(ncols=4, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.35))
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, bbox_inches="tight")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
