@@ -437,7 +437,7 @@ class _Custom(paddle.autograd.PyLayer):
         if (ctx.once_only or once) and paddle.is_grad_enabled():  # create_graph=True
             raise RuntimeError(
                 f"openkda: a second derivative must not be asked for on Paddle, got create_graph=True through "
-                f"{once or getattr(ctx.spec, '__name__', 'an operator')}; only backend=\"reference\" has one"
+                f'{once or getattr(ctx.spec, "__name__", "an operator")}; only backend="reference" has one'
             )
         own = _Context(**vars(ctx.own))
         own.saved_tensors = tuple(ctx.saved_tensor())
