@@ -3,11 +3,11 @@
     python benchmarks/bench_conv_norm.py
     PYTHONPATH=/path/to/fla python benchmarks/bench_conv_norm.py --json
 
-Calls are recorded as CUDA graphs and take turns, each finding a cold L2; medians with 20th and 80th percentile, in us.
-The backward is the difference of two graphs, forward + backward and forward. A floor is the time in which this device,
-in the same run, copies as many bytes as the call must read and write (each input and result once), by cudaMemcpy or by
-an elementwise kernel, whichever is faster. Others are measured where they can be imported: fla (flash-linear-attention)
-and causal-conv1d, which gets channels-last views of the same tensors.
+Calls take turns, each finding a cold L2, between two events; a kernel that spins keeps the device busy until the host
+has launched all of a call, so that figures are device time. Medians with 20th and 80th percentile, in us. A floor is
+the time in which this device, in the same run, copies as many bytes as the call must read and write (each input and
+result once), by cudaMemcpy or by an elementwise kernel, whichever is faster. Others are measured where they can be
+imported: fla (flash-linear-attention) and causal-conv1d, which gets channels-last views of the same tensors.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ DEVICE = torch.device("cuda")
 CONVOLUTIONS = [(1, 8192, 12288), (1, 8192, 4096), (8, 2048, 4096), (1, 65536, 2048)]  # B, T, C
 NORMS = [(8192, 32, 128), (8192, 96, 128)]  # T, H, D
 W = 4
+WARM_UP = 3
+SPIN = 2_000_000  # clocks, about 1 ms: longer than any call takes to launch
 Forward = Callable[..., Tensor]
 
 
@@ -84,17 +86,15 @@ def inputs(op: str, shape: tuple[int, ...]) -> list[Tensor]:
     return [draw(*shape)] if op == "l2norm" else [draw(*shape), draw(*shape), draw(shape[-1])]
 
 
-def graphs(run: Forward, leaves: list[Tensor], dy: Tensor) -> tuple[measure.Call, measure.Call]:
-    """The forward and forward + backward, recorded."""
+def passes_of(run: Forward, leaves: list[Tensor], dy: Tensor) -> dict[str, measure.Call]:
+    """The forward without, and the backward after, one that keeps what it needs."""
+    y = run(*leaves)
 
     def forward() -> object:
         with torch.no_grad():
             return run(*leaves)
 
-    def both() -> object:
-        return torch.autograd.grad(run(*leaves), leaves, dy)
-
-    return measure.graph_of(forward), measure.graph_of(both)
+    return {"forward": forward, "backward": lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)}
 
 
 def rows_of(op: str, shape: tuple[int, ...], repeats: int) -> Iterator[dict[str, Any]]:
@@ -102,25 +102,27 @@ def rows_of(op: str, shape: tuple[int, ...], repeats: int) -> Iterator[dict[str,
     leaves = [t.requires_grad_() for t in inputs(op, shape)]
     dy, exact = draw(*shape), None
     calls: dict[str, measure.Call] = {}
-    found: dict[str, Any] = {}
+    found: dict[str, float] = {}
     for name, load in IMPLEMENTATIONS[op].items():
         try:
             run = load()
             y = run(*leaves).detach().float()
             exact = y if exact is None else exact
+            own = passes_of(run, leaves, dy)
+            for call in own.values():
+                call()
+            torch.cuda.synchronize()
+            calls |= {f"{name} {what}": call for what, call in own.items()}
             found[name] = ((y - exact).norm() / exact.norm()).item()
-            calls[name + " forward"], calls[name + " both"] = graphs(run, leaves, dy)
         except Exception as error:  # what cannot run here is a row with the reason
             yield {"op": op, "shape": shape, "by": name, "why_not": f"{type(error).__name__}: {error}"[:160]}
     size = leaves[0].numel() * leaves[0].element_size()
     for i, passes in enumerate(PASSES[op]):
         calls |= {f"{how} {i}": call for how, call in copies(passes * size).items()}
-    times = turns(calls, repeats)
+    times = measure_all(calls, repeats)
     for name in found:
-        forward, both = times[name + " forward"], times[name + " both"]
-        backward = {"p50": both["p50"] - forward["p50"]}
-        for i, (what, us) in enumerate((("forward", forward), ("backward", backward))):
-            floor = min(times[f"{how} {i}"]["p50"] for how in ("memcpy", "kernel"))
+        for i, what in enumerate(("forward", "backward")):
+            us, floor = times[f"{name} {what}"], min(times[f"{how} {i}"]["p50"] for how in ("memcpy", "kernel"))
             row = {"op": op, "shape": shape, "by": name, "pass": what, "us": us, "floor_us": floor}
             row |= {"bytes": PASSES[op][i] * size, "times_floor": us["p50"] / floor, "apart_from_openkda": found[name]}
             yield row
@@ -129,24 +131,37 @@ def rows_of(op: str, shape: tuple[int, ...], repeats: int) -> Iterator[dict[str,
 def copies(size: int) -> dict[str, measure.Call]:
     """Two ways to read size / 2 bytes and write as many."""
     a, b = torch.empty(2, size // 8, dtype=torch.int32, device=DEVICE)
-    ways = {"memcpy": lambda: a.copy_(b), "kernel": lambda: torch.neg(b, out=a)}
-    return {how: measure.graph_of(way) for how, way in ways.items()}
+    return {"memcpy": lambda: a.copy_(b), "kernel": lambda: torch.neg(b, out=a)}
 
 
-def turns(calls: dict[str, measure.Call], repeats: int) -> dict[str, dict[str, float]]:
-    times = measure.alternate(calls, repeats, DEVICE)
-    return {name: measure.percentiles([1e3 * ms for ms in t]) for name, t in times.items()}
+def measure_all(calls: dict[str, measure.Call], repeats: int) -> dict[str, dict[str, float]]:
+    """Device time of every call, us."""
+    cache = torch.empty(measure.CACHE_BYTES, dtype=torch.int8, device=DEVICE)
+    events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in calls}
+    for i in range(WARM_UP + repeats):
+        for name, call in list(calls.items())[:: 1 if i % 2 == 0 else -1]:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            cache.zero_()
+            torch.cuda._sleep(SPIN)
+            start.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            if i >= WARM_UP:
+                events[name].append((start, end))
+    return {n: measure.percentiles([1e3 * a.elapsed_time(b) for a, b in pairs]) for n, pairs in events.items()}
 
 
-def update_row(repeats: int, N: int = 256, C: int = 12288) -> dict[str, Any]:
+def update_row(repeats: int, N: int, C: int = 12288) -> dict[str, Any]:
     """A decode step of the convolution: N sequences, shuffled slots of a pool."""
     x, weight, pool = draw(N, C), draw(C, W), draw(2 * N, C, W - 1)
     slots = torch.randperm(2 * N, device=DEVICE)[:N]
-    call = measure.graph_of(
-        lambda: causal_conv1d_update(x, pool, weight, activation="silu", state_indices=slots, backend="triton")
-    )
+
+    def step() -> object:
+        return causal_conv1d_update(x, pool, weight, activation="silu", state_indices=slots, backend="triton")
+
     size = N * C * 2 * (2 + 2 * (W - 1)) + C * W * 2
-    times = turns({"us": call, **copies(size)}, repeats)
+    times = measure_all({"us": step, **copies(size)}, repeats)
     row: dict[str, Any] = {"op": "causal_conv1d_update", "shape": (N, C), "by": "openkda", "pass": "step"}
     floor = min(times[how]["p50"] for how in ("memcpy", "kernel"))
     return row | {"us": times["us"], "floor_us": floor, "bytes": size, "times_floor": times["us"]["p50"] / floor}
@@ -184,8 +199,9 @@ def main() -> None:
             show(row)
             rows.append(row)
         torch.cuda.empty_cache()
-    rows.append(update_row(options.repeats))
-    show(rows[-1])
+    rows += [update_row(options.repeats, N) for N in (1, 32, 256)]
+    for row in rows[-3:]:
+        show(row)
     if options.json:
         print(json.dumps({"about": about, "rows": rows}))
 

@@ -31,34 +31,40 @@ def arguments(kernel, W, packed, states, **constants):
     return signature, {n: c for n, c in constants.items() if n in names}
 
 
+# (stage, packed, states): the calls that take each row of the table.
+CALLS = [
+    ("conv_fwd", False, False), ("conv_fwd_more", False, True), ("conv_fwd_more", True, False),
+    ("conv_fwd_more", True, True), ("conv_bwd", False, False), ("conv_bwd", True, False),
+    ("conv_bwd_more", False, True), ("conv_bwd_more", True, True),
+]  # fmt: skip
+
+
 def compiled(stage, arch, W, packed, states):
-    settings = dict(tuning.TABLES[stage][arch])
-    options = {n: settings[n] for n in ("num_warps", "maxnreg") if n in settings and not (states and n == "maxnreg")}
-    kernel = KERNELS[stage]
+    settings = tuning.TABLES[stage][arch]
+    options = {n: settings[n] for n in ("num_warps", "maxnreg") if n in settings}
+    kernel = KERNELS[stage.removesuffix("_more")]
     signature, constants = arguments(kernel, W, packed, states, BC=settings["BC"])
     return compile_for(kernel, signature, constants, arch, num_stages=3, aligned=("C", *STRIDES), **options)
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90, 100], ids=lambda arch: f"sm_{arch}")
-@pytest.mark.parametrize("stage", KERNELS)
-def test_tuned_passes_do_not_spill_and_move_whole_vectors(stage, arch):
+@pytest.mark.parametrize("stage, packed, states", CALLS)
+def test_tuned_passes_do_not_spill_and_move_whole_vectors(stage, packed, states, arch):
     settings = tuning.TABLES[stage][arch]
+    code = compiled(stage, arch, 4, packed, states)
+    used = resources(code, arch)
+    assert used.spill_stores == used.spill_loads == 0, used
+    assert used.shared <= SHARED_LIMIT[arch], used
     words = settings["BC"] // settings["num_warps"] // 32 // 2  # of 4 bytes of a row, a thread
-    for packed, states in ((False, False), (True, False), (True, True)):
-        code = compiled(stage, arch, 4, packed, states)
-        used = resources(code, arch)
-        assert used.spill_stores == used.spill_loads == 0, used
-        assert used.shared <= SHARED_LIMIT[arch], used
-        stores = re.findall(r"st\.global\.v(\d)\.b32", code.asm["ptx"])
-        assert stores.count(str(words)) >= 4, stores  # the four rows of the loop
+    stores = re.findall(r"st\.global\.v(\d)\.b32", code.asm["ptx"])
+    assert stores.count(str(words)) >= 4, stores  # the four rows of the loop
 
 
 @pytest.mark.parametrize("W", [2, 3])
-@pytest.mark.parametrize("stage", KERNELS)
-def test_narrower_filters_do_not_spill(stage, W):
-    for states in (False, True):
-        used = resources(compiled(stage, 90, W, True, states), 90)
-        assert used.spill_stores == used.spill_loads == 0, used
+@pytest.mark.parametrize("stage, packed, states", CALLS)
+def test_narrower_filters_do_not_spill(stage, packed, states, W):
+    used = resources(compiled(stage, 90, W, packed, states), 90)
+    assert used.spill_stores == used.spill_loads == 0, used
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90, 100], ids=lambda arch: f"sm_{arch}")

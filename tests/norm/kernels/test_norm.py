@@ -171,7 +171,6 @@ def test_triton_passes_opcheck(spec, device):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_triton_compiles_once_for_any_number_of_rows(device):
     weight = torch.randn(8, device=device)
-    torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 
     def fn(x: Tensor) -> Tensor:

@@ -42,11 +42,11 @@ def _dz(dy, x0, x1, x2, x3, w0, w1, w2, w3, bias, W: tl.constexpr, SILU: tl.cons
 def _spread(e0, e1, e2, e3, w0, w1, w2, w3, W: tl.constexpr):
     """dx[r - (W-1)] = sum over lag of w_lag dz[r - (W-1) + lag]; e_i is dz[r - i]."""
     if W == 2:
-        return w1 * e0 + w0 * e1
+        return tl.fma(w0, e1, w1 * e0)
     elif W == 3:
-        return w2 * e0 + w1 * e1 + w0 * e2
+        return tl.fma(w0, e2, tl.fma(w1, e1, w2 * e0))
     else:
-        return w3 * e0 + w2 * e1 + w1 * e2 + w0 * e3
+        return tl.fma(w0, e3, tl.fma(w1, e2, tl.fma(w2, e1, w3 * e0)))
 
 
 @triton.jit
@@ -243,12 +243,7 @@ def _initial_state_bwd_kernel(
         x0 = row(p_x + t.to(tl.int64) * stride_xt, t < end, in_c).to(tl.float32)
         b_dy = row(p_dy + t.to(tl.int64) * stride_dt, t < end, in_c)
         e0 = tl.where(t < end, _dz(b_dy, x0, p1, p2, p3, w0, w1, w2, w3, b_bias, W, SILU), 0.0)
-        if W == 2:
-            d = w1 * e0
-        elif W == 3:
-            d = w2 * e0 + w1 * e1
-        else:
-            d = w3 * e0 + w2 * e1 + w1 * e2
+        d = _spread(e0, e1, e2, tl.zeros_like(e0), w0, w1, w2, w3, W)  # of tokens alone: e1, e2 begin as zeros
         if dfinal_state is not None:
             d += _state_gradient(dfinal_state + p_state, t - end, True, in_c, W)
         tl.store(dinitial_state + p_state + m, d.to(dinitial_state.dtype.element_ty), mask=in_c)
@@ -273,8 +268,8 @@ def conv_bwd(
     if B * T * C == 0:
         partials = fw.zeros((1, W + 1, C), like=x, dtype="float32") if sums else None
     else:
-        states = initial_state is not None or dfinal_state is not None
-        plan = tuning.plan("conv_bwd", x, tokens=B * T, channels=C, states=states)
+        stage = "conv_bwd" if initial_state is None and dfinal_state is None else "conv_bwd_more"
+        plan = tuning.plan(stage, x, tokens=B * T, channels=C)
         partials = fw.empty((plan.ranges, W + 1, C), like=x, dtype="float32") if sums else None
         with fw.on_device(x):
             _conv_bwd_kernel[(plan.programs,)](

@@ -5,8 +5,8 @@ input is read once. A *segment* is the part of its range that lies in one sequen
 input, so that y[t] = act(bias + sum over lag of w_lag x[t - lag]) and w_lag = weight[:, W-1-lag].
 
 Dense input is B sequences of T tokens, packed input N sequences from the offsets alone; both are rows 0 .. B*T of one
-axis here. All of a row's arithmetic is in fp32, in the same order wherever the row lies, so results do not depend on
-how tokens are cut into ranges.
+axis here. All of a row's arithmetic is in fp32, in the same order wherever the row lies, so outputs and token gradients
+do not depend on how tokens are cut into ranges.
 """
 
 from __future__ import annotations
@@ -90,14 +90,16 @@ def history(p_x, state, stride_t, place, valid, in_c, W: tl.constexpr, INITIAL: 
     return p1, p2, p3
 
 
+# Products and sums below are fused by hand: where a compiler fuses them is its choice, place by place, and a row's bits
+# would depend on where in a range it lies.
 @triton.jit
 def weighted(x0, x1, x2, x3, w0, w1, w2, w3, bias, W: tl.constexpr):
     """bias + sum over lag of w_lag x_lag."""
-    z = bias + w1 * x1 + w0 * x0
+    z = tl.fma(w0, x0, tl.fma(w1, x1, bias))
     if W > 2:
-        z += w2 * x2
+        z = tl.fma(w2, x2, z)
     if W > 3:
-        z += w3 * x3
+        z = tl.fma(w3, x3, z)
     return z
 
 
@@ -118,4 +120,4 @@ def logistic(z):
 def silu_derivative(z):
     """silu'(z) = s + z s (1 - s), s = sigmoid(z)."""
     s = logistic(z)
-    return s + (z * s) * (1.0 - s)
+    return tl.fma(z * s, 1.0 - s, s)

@@ -126,7 +126,8 @@ def conv_fwd(
     if B * T * C == 0:
         return
     N = B if cu_seqlens is None else fw.shape(cu_seqlens)[0] - 1
-    plan = tuning.plan("conv_fwd", x, tokens=B * T, channels=C)
+    stage = "conv_fwd" if initial_state is None and cu_seqlens is None else "conv_fwd_more"
+    plan = tuning.plan(stage, x, tokens=B * T, channels=C)
     with fw.on_device(x):
         _conv_fwd_kernel[(plan.programs,)](
             x, weight, bias, initial_state, y, cu_seqlens, T, N, B * T, plan.rows, C, *fw.strides(x)[:2],
