@@ -288,3 +288,20 @@ def test_padding_may_come_more_than_once_when_checked(monkeypatch):
     o, _ = recurrent_kda(*inputs.args, initial_state=pool, state_indices=torch.tensor([-1, -1, -1]))
     assert not o.any()
     assert (pool == 1).all()
+
+
+def test_a_call_like_one_that_passed_is_still_checked_where_it_differs(monkeypatch):
+    inputs = testing.make_inputs(B=2, T=1, dtype="float32", gate="given")
+    call = {"initial_state": torch.zeros(4, 2, 16, 16), "state_indices": torch.tensor([0, 1])}
+    recurrent_kda(*inputs.args, **call)
+    with pytest.raises(TypeError, match="^recurrent_kda: initial_state must have dtype"):
+        recurrent_kda(*inputs.args, **call | {"initial_state": call["initial_state"].half()})
+    with pytest.raises(ValueError, match="^recurrent_kda: state_indices must have shape"):
+        recurrent_kda(*inputs.args, **call | {"state_indices": torch.tensor([0])})
+    with pytest.raises(ValueError, match="^recurrent_kda: q must not need a gradient"):
+        recurrent_kda(inputs.q.clone().requires_grad_(), *inputs.args[1:], **call)
+    with pytest.raises(TypeError, match="^recurrent_kda: output_final_state must be a bool"):
+        recurrent_kda(*inputs.args, **call, output_final_state=1)
+    monkeypatch.setenv("OPENKDA_CHECK", "1")
+    with pytest.raises(ValueError, match="^recurrent_kda: state_indices must be below the pool's 4 slots, got 4"):
+        recurrent_kda(*inputs.args, **call | {"state_indices": torch.tensor([0, 4])})

@@ -1,16 +1,19 @@
 """`recurrent_kda` on its kernel: one launch, as operators that compilers and CUDA graphs see as one node.
 
 Sizes come from shapes alone and the host never waits for the device: a recorded CUDA graph stays right when offsets,
-slots, states and inputs are edited in place. Kernel: `kernels/recurrent.py`.
+slots, states and inputs are edited in place. Host code runs once for every call signature and leaves a plan
+(`frameworks/planned.py`). Kernel: `kernels/recurrent.py`.
 """
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from openkda import frameworks
-from openkda.kda.kernels import recurrent
+from openkda.frameworks.planned import Plan, Planner
+from openkda.kda.kernels import launch, recurrent
 from openkda.kda.kernels.common import Activations
 
 
@@ -63,10 +66,7 @@ class RecurrentKDA:
 
     @staticmethod
     def forward(fw: ModuleType, *args: Any) -> tuple:
-        tokens, initial_state, gate, x, final = args[:5], args[5], args[6:9], Options(*args[9:16]), args[16]
-        o, final_state = RecurrentKDA.fake(fw, *args)
-        _launch(fw, tokens, gate, x, o, initial_state, final_state if final else None, None)
-        return o, final_state
+        return _run(fw, (*args[:6], None, *args[6:9]), Options(*args[9:16]), final=args[16])
 
     @staticmethod
     def fake(fw: ModuleType, *args: Any) -> tuple:
@@ -86,28 +86,40 @@ class RecurrentKDAPool:
 
     @staticmethod
     def forward(fw: ModuleType, *args: Any) -> Any:
-        tokens, pool, slots, gate, x = args[:5], args[5], args[6], args[7:10], Options(*args[10:17])
-        o = RecurrentKDAPool.fake(fw, *args)
-        _launch(fw, tokens, gate, x, o, pool, pool, fw.contiguous(slots))
-        return o
+        return _run(fw, args[:10], Options(*args[10:17]), final=False)[0]
 
     @staticmethod
     def fake(fw: ModuleType, *args: Any) -> Any:
         return fw.empty(fw.shape(args[2]), like=args[2])
 
 
-def _launch(
-    fw: ModuleType, tokens: tuple, gate: tuple, x: Options, o: Any, before: Any | None, after: Any | None, slots: Any
-) -> None:
-    """Copies only what the kernel cannot read in place."""
-    q, k, v, g = (t if fw.strides(t)[-1] == 1 else fw.copy(t) for t in tokens[:4])
-    A_log, dt_bias, cu_seqlens = (None if t is None else fw.contiguous(t) for t in gate)
+def _run(fw: ModuleType, tensors: tuple, x: Options, *, final: bool) -> tuple:
+    """tensors: q, k, v, g, beta, states, slots or None, A_log, dt_bias, cu_seqlens; copies only what the kernel cannot
+    read in place.
+    """
+    tokens = (t if fw.strides(t)[-1] == 1 else fw.copy(t) for t in tensors[:4])
+    others = (None if t is None else fw.contiguous(t) for t in tensors[6:])
+    tensors = (*tokens, *tensors[4:6], *others)
+    signatures = tuple(None if t is None else fw.signature(t) for t in tensors)
+    plan = _plan((fw.device_index(tensors[0]), fw.compute_capability(tensors[0])), signatures, x, final)
+    return plan.run(fw, tensors, launch.current_stream)
+
+
+@functools.lru_cache(maxsize=128)
+def _plan(place: tuple[int, int | None], signatures: tuple, x: Options, final: bool) -> Plan:
+    """place: device and compute capability."""
+    p = Planner(place[1])
+    inputs: list[Any] = list(map(p.input, signatures))
+    q, k, v, g, beta, states, slots, A_log, dt_bias, cu_seqlens = inputs
+    (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    o = p.result((B, T, HV, V), v.dtype)
+    after = p.result((N, HV, *((V, K) if x.v_first else (K, V))) if final else (0,), "float32")
     kind = "none" if not x.gate else "softplus" if x.lower_bound is None else "bounded"
     beta_scale = 2.0 if x.neg_eigval else 1.0
-    act = Activations(x.scale, x.l2norm, kind, A_log, dt_bias, x.lower_bound, x.beta_sigmoid, beta_scale)
-    if 0 in fw.shape(o)[2:] or (cu_seqlens is None and fw.shape(o)[0] == 0):
-        return
     recurrent.recurrent_fwd(
-        q=q, k=k, v=v, g=g, beta=tokens[4], o=o, initial_state=before, final_state=after, slots=slots,
-        cu_seqlens=cu_seqlens, act=act, state_v_first=x.v_first,
+        q=q, k=k, v=v, g=g, beta=beta, o=o, initial_state=states, slots=slots, cu_seqlens=cu_seqlens,
+        final_state=states if slots is not None else after if final else None, state_v_first=x.v_first,
+        act=Activations(x.scale, x.l2norm, kind, A_log, dt_bias, x.lower_bound, x.beta_sigmoid, beta_scale),
     )  # fmt: skip
+    return p.finish()

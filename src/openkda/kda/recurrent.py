@@ -19,6 +19,8 @@ def _fused(*tensors: Any, **options: Any) -> tuple[Any, Any | None]:
     return fused_recurrent.recurrent_kda(*tensors, **options)
 
 
+_passed = checks.Passed()
+
 # Best first.
 AVAILABLE = {
     "recurrent_kda": {"triton": _fused, "eager": eager_recurrent.recurrent_kda, "reference": reference.chunk_kda}
@@ -64,8 +66,6 @@ def recurrent_kda(
     Source: Kimi Linear, arXiv 2510.26692, equation 1.
     """
     op = "recurrent_kda"
-    sizes = check_inputs(op, q, k, v, g, beta, cu_seqlens)
-    fw = frameworks.of(q)
     gate = {"use_gate_in_kernel": use_gate_in_kernel, "A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound}
     options: dict[str, Any] = {
         "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
@@ -74,56 +74,66 @@ def recurrent_kda(
         "output_final_state": output_final_state,
         "state_v_first": state_v_first,
     }
-    check_options(op, g, scale=scale, cu_seqlens=cu_seqlens, batch_invariant=batch_invariant, **gate, **options)
-    tokens = (q, k, v, g, beta)
-    named = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "g": g,
-        "beta": beta,
-        "A_log": A_log,
-        "dt_bias": dt_bias,
-        "initial_state": initial_state,
-    }
-    for name, x in named.items():
-        if frameworks.is_tensor(x) and fw.needs_grad(x):
-            checks.bad_value(
-                op,
-                name,
-                "not need a gradient",
-                "requires_grad=True",
-                "this operator is inference only; train with chunk_kda",
-            )
-    if batch_invariant:
-        if state_indices is not None:
-            checks.bad_value(op, "state_indices", "be None with batch_invariant", list(state_indices.shape))
-        if initial_state is not None:
-            check_replay_state(op, initial_state, tokens, sizes, v_first=state_v_first)
-        if backend == "reference":
-            raise BackendUnavailable(
-                f'{op}: batch_invariant=True needs backend "triton" or "eager", got "reference", whose activations run '
-                "over whole sequences at once"
-            )
-        call = {"scale": scale, "batch_invariant": True, "backend": backend, **gate, **options}
-        del call["output_final_state"]
-        whole = functools.partial(chunk.chunk_kda, **call)
-        with fw.no_grad():
-            o, after = replay(whole, tokens, initial_state, sizes, cu_seqlens, state_v_first, state_dtype(fw, q))
-        return o, after if output_final_state else None
+    tokens, call = (q, k, v, g, beta), {"scale": scale, "cu_seqlens": cu_seqlens, **gate, **options}
+    # a ReplayState holds tensors that a key does not see through
+    key = None if batch_invariant else _passed.key(*tokens, initial_state, state_indices, *call.values())
+    if key not in _passed:
+        sizes = check_inputs(op, *tokens, cu_seqlens)
+        check_options(op, g, batch_invariant=batch_invariant, **call)
+        _check_states(op, initial_state, state_indices, tokens, sizes, batch_invariant, v_first=state_v_first)
+        if batch_invariant:
+            return _invariant(op, tokens, initial_state, sizes, call, backend)
+        _passed.add(key)
+    fw = frameworks.of(q)
+    _refuse_gradients(op, fw, tokens, A_log, dt_bias, initial_state)
     chosen = backends.choose(op, backend, AVAILABLE[op], q)
     token_by_token = AVAILABLE[op][chosen]
-    call = {"scale": scale, "cu_seqlens": cu_seqlens, **gate, **options}
     with fw.no_grad():
-        if state_indices is not None:
-            _check_pool(op, initial_state, state_indices, q, sizes, v_first=state_v_first)
-        elif initial_state is not None:
-            check_state(op, "initial_state", initial_state, q, sizes, v_first=state_v_first)
         if chosen == "triton":
             call["state_indices"] = state_indices
         if chosen == "triton" or state_indices is None:
             return token_by_token(*tokens, initial_state=initial_state, **call)
         return _with_pool(token_by_token, tokens, initial_state, state_indices, call), None
+
+
+def _refuse_gradients(op: str, fw: Any, tokens: tuple, A_log: Any, dt_bias: Any, state: Any) -> None:
+    names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+    for name, x in zip(names, (*tokens, A_log, dt_bias, state), strict=True):
+        if frameworks.is_tensor(x) and fw.needs_grad(x):
+            hint = "this operator is inference only; train with chunk_kda"
+            checks.bad_value(op, name, "not need a gradient", "requires_grad=True", hint)
+
+
+def _invariant(
+    op: str, tokens: tuple, before: Any | None, sizes: Sizes, call: dict[str, Any], backend: str
+) -> tuple[Any, Any | None]:
+    """With batch_invariant: by replay of the unfinished chunk."""
+    fw = frameworks.of(tokens[0])
+    _refuse_gradients(op, fw, tokens, call["A_log"], call["dt_bias"], before)
+    if backend == "reference":
+        raise BackendUnavailable(
+            f'{op}: batch_invariant=True needs backend "triton" or "eager", got "reference", whose activations run '
+            "over whole sequences at once"
+        )
+    cu_seqlens, final, v_first = call.pop("cu_seqlens"), call.pop("output_final_state"), call["state_v_first"]
+    whole = functools.partial(chunk.chunk_kda, **call, batch_invariant=True, backend=backend)
+    with fw.no_grad():
+        o, after = replay(whole, tokens, before, sizes, cu_seqlens, v_first, state_dtype(fw, tokens[0]))
+    return o, after if final else None
+
+
+def _check_states(
+    op: str, state: Any, indices: Any, tokens: tuple, sizes: Sizes, batch_invariant: bool, *, v_first: bool
+) -> None:
+    """The states that the call starts from, in whichever form."""
+    if indices is not None and batch_invariant:
+        checks.bad_value(op, "state_indices", "be None with batch_invariant", list(indices.shape))
+    if indices is not None:
+        _check_pool(op, state, indices, tokens[0], sizes, v_first=v_first)
+    elif state is not None and batch_invariant:
+        check_replay_state(op, state, tokens, sizes, v_first=v_first)
+    elif state is not None:
+        check_state(op, "initial_state", state, tokens[0], sizes, v_first=v_first)
 
 
 def _check_pool(op: str, pool: Any, indices: Any, q: Any, sizes: Sizes, *, v_first: bool) -> None:

@@ -30,6 +30,7 @@ import triton.language as tl
 from openkda import frameworks
 from openkda.kda.kernels import tuning
 from openkda.kda.kernels.common import LOG2_E, NORM_EPS, Activations, decay_log2, sigmoid
+from openkda.kda.kernels.launch import launch
 
 
 # ---- device helpers
@@ -195,7 +196,8 @@ def recurrent_fwd(
     BK, BV = triton.next_power_of_2(K), min(settings.pop("BV"), triton.next_power_of_2(V))
     strides = [int(n) for x in (q, k, v, g, beta) for n in fw.strides(x)[:3]]
     with fw.on_device(q):
-        _recurrent_fwd_kernel[(N * HV * -(-V // BV),)](
+        launch(
+            _recurrent_fwd_kernel, N * HV * -(-V // BV),
             q, k, v, g, beta, act.A_log, act.dt_bias, initial_state, o, final_state, slots, cu_seqlens,
             T, N, HV, HV // H, float(act.scale), float(act.lower_bound or 0.0), float(act.beta_scale), *strides,
             *_state_strides(initial_state, state_v_first), *_state_strides(final_state, state_v_first),
