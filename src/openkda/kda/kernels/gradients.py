@@ -20,7 +20,7 @@ in / out    q, k [B, T, H, K]; v, do [B, T, HV, V]; g [B, T, HV, K]; beta [B, T,
 sums        dA_log, ddt_bias: a partial for each chunk, head and slice of channels, then a fixed order; no atomics
 heads       with HV > H, dq and dk are fp32 per value head, then summed over the group in a fixed order, rounded once
 cost        K = V = 128, bf16, a token and head: values reads 3360 bytes, writes 1540, 164 kflop in matmuls; keys reads
-            2080, writes 770, 25 kflop in matmuls, and 3.5 pairs of 7 instructions for each channel on the CUDA cores
+            2080, writes 770, 106 kflop in products of 16 x 16, some 160 instructions a channel
 oracle      autograd through openkda.kda.eager in fp64
 """
 
@@ -36,9 +36,11 @@ import triton.language as tl
 from openkda import frameworks
 from openkda.kda.kernels import gradients_values, tuning
 from openkda.kda.kernels.common import Activations, locate_chunk
-from openkda.kda.kernels.gradients_keys import SCRATCH, _keys_bwd_kernel
+from openkda.kda.kernels.gradients_keys import _keys_bwd_kernel
 from openkda.kda.kernels.launch import launch
 from openkda.kda.kernels.tables import CHUNK, Layout
+
+FP32 = {"BK": 32, "BV": 32, "KC": 32}  # tiles where operands take twice the room
 
 
 # ---- small sums
@@ -131,7 +133,7 @@ def gradients_bwd(
     fw = frameworks.of(q)
     (H, K), HV, NC = fw.shape(q)[2:], fw.shape(v)[2], layout.num_chunks
     t = _settings(q, v, act, layout, tile)
-    KC, programs = t.pop("KC"), t.pop("PROGRAMS")
+    KC = t.pop("KC")
     slices = -(-K // KC)
     work = _workspaces(fw, a, HV, K, NC)
     dq_heads, dk_heads = (dq, dk) if H == HV else (fw.empty(fw.shape(g), like=g, dtype="float32") for _ in range(2))
@@ -139,14 +141,11 @@ def gradients_bwd(
     k_dk = x_v if act.beta_sigmoid else fw.empty((NC * HV * slices, CHUNK), like=a, dtype="float32")
     parts = partials or parameter_partials(q, v, act, layout, tile)
     dA, dbias = parts["A_log"], parts["dt_bias"]
-    items = NC * HV * slices
-    grid = min(items, programs)
-    tiles, words, fp32 = (fw.empty((grid, n * KC), like=a, dtype=d) for n, d in _scratch(fw, a))
     flags = {"L2NORM": act.l2norm, "BETA_SIGMOID": act.beta_sigmoid, "PACKED": layout.packed}
-    flags |= {"PRECISION": "tf32x3" if fw.dtype_name(a) == "float32" else "tf32", "H": H, "HV": HV, "K": K}
-    warps = {"num_warps": t.pop("num_warps")}
+    term = tl.float32 if fw.dtype_name(a) == "float32" else tl.float16
+    flags |= {"H": H, "HV": HV, "K": K, "KC": KC, "TERM": term, "num_warps": KC // 16}
     if "maxnreg" in t:
-        warps["maxnreg"] = t.pop("maxnreg")
+        flags["maxnreg"] = t.pop("maxnreg")
     gradients_values.values_bwd(
         v=v, beta=beta, do=do, a=a, aqk=aqk, qg=qg, v_new=v_new, dv_new=dv_new, states=states, dstates=dstates,
         norms=norms, work=work, dv=dv, dbeta=x_v, act=act, layout=layout, **t,
@@ -157,10 +156,9 @@ def gradients_bwd(
     with fw.on_device(q):
         (q_b, q_t, q_h), (k_b, k_t, k_h), (g_b, g_t, g_h) = (fw.strides(i)[:3] for i in (q, k, g))
         launch(
-            _keys_bwd_kernel, grid, q, k, g, *work.values(), act.A_log, act.dt_bias, dq_heads, dk_heads, dg, k_dk, dA,
-            dbias, tiles, words, fp32, layout.chunks, items, layout.T, float(act.scale), float(act.lower_bound or 0.0),
-            q_b, q_h, k_b, k_h, g_b, g_h, int(fw.strides(dg)[0]), Q_T=q_t, K_T=k_t, G_T=g_t, KC=KC, GATE=act.gate,
-            **flags, **warps, num_stages=1,
+            _keys_bwd_kernel, NC * HV, q, k, g, *work.values(), act.A_log, act.dt_bias, dq_heads, dk_heads, dg, k_dk,
+            dA, dbias, layout.chunks, layout.T, float(act.scale), float(act.lower_bound or 0.0),
+            q_b, q_h, k_b, k_h, g_b, g_h, int(fw.strides(dg)[0]), Q_T=q_t, K_T=k_t, G_T=g_t, GATE=act.gate, **flags,
         )  # fmt: skip
         if not act.beta_sigmoid:
             launch(
@@ -207,7 +205,7 @@ def _settings(q: Any, v: Any, act: Activations, layout: Layout, tile: dict | Non
     K, (HV, V) = fw.shape(q)[3], fw.shape(v)[2:]
     t = dict(tile or tuning.lookup("gradients_bwd", tuning.family_of(q), work=layout.num_chunks * HV))
     if fw.dtype_name(q) == "float32":
-        t |= {"BK": 32, "BV": 32}
+        t |= FP32
         t.pop("maxnreg", None)
     for name, size in (("BK", K), ("KC", K), ("BV", V)):
         t[name] = min(t[name], max(16, triton.next_power_of_2(size)))
@@ -219,12 +217,6 @@ def _workspaces(fw: Any, a: Any, HV: int, K: int, NC: int) -> dict[str, Any]:
     ws, C = fw.dtype_name(a), CHUNK
     sizes: dict[str, tuple[tuple[int, ...], str]] = {name: ((C, K), ws) for name in ("dqg", "dxs", "dkg")}
     sizes |= {"ends": ((K,), "float32")}
-    sizes |= {name: ((C, C), ws) for name in ("w_q", "w_k")} | {"pairs": ((C, 8), "int64")}
+    sizes |= {name: ((C, C), ws) for name in ("w_q", "w_k")}
     sizes |= {"row_norms": ((2, C), "int64"), "row_beta": ((C,), "float32")}
     return {name: fw.empty((NC, HV, *size), like=a, dtype=dtype) for name, (size, dtype) in sizes.items()}
-
-
-def _scratch(fw: Any, a: Any) -> list[tuple[int, str]]:
-    """Numbers a channel, and type, of the scratch of a program of the keys kernel."""
-    ws = fw.dtype_name(a)
-    return list(zip(SCRATCH, (ws, "int64" if ws == "float32" else "int32", "float32"), strict=True))

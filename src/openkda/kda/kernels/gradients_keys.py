@@ -1,484 +1,701 @@
-"""Gradients of q, k and the gate inside a chunk: the second kernel of the gradient stage, and the one that costs most.
+"""Gradients of q, k and the gate inside a chunk: the second kernel of the gradient stage.
 
-A program takes a chunk of 64 rows, a head and KC channels, in three steps that meet in a scratch of its own (in L2):
+A program takes a chunk of 64 rows and a head, KC channels at a time; a warp owns 16 channels of all 64 rows, so warps
+exchange nothing. Tiles are [channels, 16 rows of a block]: factors, operands and results of one matrix product are the
+operands of the next without leaving their registers, and every sum over rows stays in a warp. With E the decay from a
+point of the chunk to a row (or from a row to it), P and Y those from the start and to the end of the row's block:
 
-    factors     a thread owns a channel of a block of 16 rows and walks over the rows. P_i = decay from the start of
-                the block up to row i, Y_i = decay behind row i up to its end: products of factors <= 1. Writes the
-                operands q P, b k P, k Y, and the same inside the upper and lower 8 rows of a block
-    products    matrix products of blocks of 16 x 16. Row i of block m meets row j of block n < m with the decay
-                P_i T_{m-1} .. T_{n+1} Y_j, T_n = decay of block n. What stands between P_i and Y_j is applied here:
-                    h_q_i = sum over n of T .. (dAqk_mn (k Y)_n) + T .. dQg_i        dq_i = P_i h_q_i + the block's own
-                and likewise h_k (k as a row, before beta) and h_c_j (k as a column)
-    finish      a thread owns a channel again: pairs inside 8 rows one by one in fp32, P and Y, the norm and the gate
+    blocks m > n     row i meets column j with the decay P_i T_{m-1} .. T_{n+1} Y_j, T_n = decay of block n:
+                         h_q = dQg, then for n = 0 .. m-1   h_q = T_n h_q + dAqk_mn (k Y)_n         dq = P h_q
+                         h_k = dXs, likewise with dL        D = P h_k, and the row part of dk is b D
+                         h_c = dKg, then for m = 3 .. n+1   h_c = T_m h_c + dAqk_mn^T (q P)_m + dL_mn^T (b k P)_m
+                     and the column part of dk is Y h_c
+    inside a block   level h = 8, 4, 2 (common.py): upper rows meet lower rows of 2h rows, both decay to the middle, E:
+                         dq = E (dAqk_h (k E))      dk = E ((b dL_h + (b dL_h)^T) (k E) + dAqk_h^T (q E))
+                     and neighbours (level 1), which one thread holds, one by one
+    i = j            meets no decay
 
-dg_s gets a pair (i, j) only if j < s <= i. Only such terms are added, so nothing cancels where a strong decay leaves
-dg_s tiny: for row s of block m, rows behind s in m with what lies before m, columns before s in m with what lies
-behind m, pairs inside m by halves and then one by one, and from `products` what straddles m as a whole.
+dg_s gets a pair (i, j) only if j < s <= i, and only such terms are added, so nothing cancels where a strong decay
+leaves dg_s tiny. With r = q dq + k dk of the pairs of one level, or of a block's rows, or of its columns, they are
 
-Loads of all rows come before the first store: behind a store the compiler would keep them, one latency a row.
-The steps are functions of their own (noinline): Triton's layout passes take minutes over all of them in one.
+    dg += keep^T r        keep [i, s] of 0 and 1: `select_level`, s <= i for rows, s > i for columns
+
+and what passes all of a block (`straddle`): rows behind it with what lies before it, T applied on the way.
+
+With a sigmoid's beta (FOLD) dL and dXs come times b of their row; a given beta is applied to operands and results
+instead, as k . D is wanted. Operands of 16-bit inputs are bf16, g_log2 in exponents fp16; those of fp32 are two tf32
+numbers each.
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 # ruff: noqa: RUF005
-# (tuples of rows grow by +, the only way that Triton knows)
+# (device functions are no plain Python; tuples grow by +, the only way that Triton knows)
 from __future__ import annotations
 
 import triton
-import triton.language as tl
 
-from openkda.kda.kernels.common import INTERPRETED, LOG2_E, locate_chunk
+from openkda.kda.kernels.common import INTERPRETED
+
+if INTERPRETED:
+    import triton.language as tl  # noqa: F401  # the interpreter looks for it here
+
+    from openkda.kda.kernels import gluon_interpreted as gl
+    from openkda.kda.kernels.gluon_interpreted import constexpr_function, mma_v2
+
+    jit = triton.jit
+else:
+    from triton.experimental.gluon import constexpr_function, jit
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+constexpr = gl.constexpr  # the interpreter looks for this name at arguments
+C = constexpr(64)
+LOG2_E = constexpr(1.4426950408889634)
+LN_2 = constexpr(0.6931471805599453)
+FLOOR_LOG2 = constexpr(-4096.0)  # as in common.py
+UP_TO, BEHIND = constexpr(0), constexpr(1)  # 0/1 matrices: rows up to a row, rows behind it
+OPERAND = constexpr(gl.SwizzledSharedLayout(8, 4, 2, [1, 0]))  # of [.., 16] numbers of 16 bits: no bank conflicts
+FRAGMENTS = constexpr(gl.SwizzledSharedLayout(4, 2, 4, [1, 0]))
 
 
-@triton.jit
-def _pack64(low, high):
-    """Two fp32 in an int64: one load where every lane wants both."""
-    low, high = low.to(tl.int32, bitcast=True).to(tl.int64), high.to(tl.int32, bitcast=True).to(tl.int64)
-    return (low & 0xFFFFFFFF) | (high << 32)
+# ---- layouts of [KC, ..], KC / 16 warps
+@constexpr_function
+def _acc(KC):
+    """[KC, 16] as products leave it: lane 4 l + t holds channels l, l + 8 of rows 2 t, 2 t + 1, 2 t + 8, 2 t + 9."""
+    return gl.NVMMADistributedLayout([2, 0], [KC // 16, 1], [16, 8])
 
 
-@triton.jit
+@constexpr_function
+def _operand(side, KC, dtype):
+    return gl.DotOperandLayout(side, _acc(KC), 32 // dtype.primitive_bitwidth)
+
+
+@constexpr_function
+def _linear(registers, lanes, KC, columns):
+    warps = [[16 << w, 0] for w in range((KC // 16).bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [KC, columns])
+
+
+@constexpr_function
+def _mem(KC):
+    """[KC, 16] of memory: a thread holds two neighbouring channels, 2 l and 2 l + 1, of the rows it has in `_acc`."""
+    return _linear([[1, 0], [0, 1], [0, 8]], [[0, 2], [0, 4], [2, 0], [4, 0], [8, 0]], KC, 16)
+
+
+@constexpr_function
+def _eight(KC):
+    """[KC, 8]: every other row of `_acc`."""
+    return _linear([[8, 0], [0, 4]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], KC, 8)
+
+
+@constexpr_function
+def _half(KC):
+    """[KC, 8]: the first or the second half of the rows of `_acc`."""
+    return _linear([[0, 1], [8, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], KC, 8)
+
+
+@constexpr_function
+def _four(KC):
+    """[KC, 4]: a number a thread and channel of `_acc`."""
+    return _linear([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], KC, 4)
+
+
+@constexpr_function
+def _rows(layout):
+    return gl.SliceLayout(0, layout)
+
+
+@constexpr_function
+def _channels(layout):
+    return gl.SliceLayout(1, layout)
+
+
+@constexpr_function
+def _staged(KC):
+    """[.., 16], eight neighbouring numbers a thread."""
+    return gl.BlockedLayout([1, 8], [16, 2], [KC // 16, 1], [1, 0])
+
+
+@constexpr_function
+def _lines(KC):
+    return gl.BlockedLayout([1, 1], [16, 2], [KC // 16, 1], [1, 0])
+
+
+@constexpr_function
+def _lines_of(K, LINE):
+    """A power of two."""
+    return 1 << (max(K, LINE) // LINE - 1).bit_length()
+
+
+@jit
+def _channel(x):
+    """Channel of a row of `_acc`: of 16 w + 8 m + l it is 16 w + 2 l + m, as neighbours in memory share a thread."""
+    return (x // 16) * 16 + (x % 8) * 2 + (x // 8) % 2
+
+
+@jit
+def _to_acc(x):
+    """A tile of memory, in fp32; moves nothing between threads, as all below."""
+    if INTERPRETED or x.dtype != gl.bfloat16:
+        x = x.to(gl.float32)
+    else:  # two numbers in two instructions
+        x = gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], gl.float32, True, 2
+        )
+    KC: constexpr = x.shape[0]
+    x = x.reshape([KC // 16, 8, 2, 16]).permute((0, 2, 1, 3)).reshape([KC, 16])
+    return gl.convert_layout(x, _acc(KC))
+
+
+@jit
+def _to_mem(x):
+    KC: constexpr = x.shape[0]
+    x = x.reshape([KC // 16, 2, 8, 16]).permute((0, 2, 1, 3)).reshape([KC, 16])
+    return gl.convert_layout(x, _mem(KC))
+
+
+@jit
+def _partial(x):
+    """Sums over the rows that a thread holds, [KC, 4]; the rest of the sum, over the last axis, takes shuffles."""
+    KC: constexpr = x.shape[0]
+    return gl.convert_layout(gl.sum(gl.sum(x.reshape([KC, 2, 4, 2]), 3), 1), _four(KC))
+
+
+@jit
+def _all_rows(x):
+    """[KC, 4] -> [KC, 16]: each thread's number in all rows that it holds."""
+    KC: constexpr = x.shape[0]
+    x = gl.join(x, x).reshape([KC, 8])
+    return gl.convert_layout(gl.join(x, x).permute((0, 2, 1)).reshape([KC, 16]), _acc(KC))
+
+
+@jit
+def _first_row(x):
+    """[KC, 16] -> [KC, 4]: each thread's first row."""
+    KC: constexpr = x.shape[0]
+    x, _ = x.reshape([KC, 8, 2]).split()
+    x, _ = x.reshape([KC, 2, 4]).permute((0, 2, 1)).split()
+    return gl.convert_layout(x, _four(KC))
+
+
+@jit
+def _even_odd(x):
+    """[KC, 16] -> rows 0, 2, .. and rows 1, 3, .., [KC, 8] each."""
+    KC: constexpr = x.shape[0]
+    even, odd = x.reshape([KC, 8, 2]).split()
+    return gl.convert_layout(even, _eight(KC)), gl.convert_layout(odd, _eight(KC))
+
+
+@jit
+def _add_pairs(x, even, odd):
+    """x + (even, odd); even may be None."""
+    KC: constexpr = x.shape[0]
+    x_even, x_odd = _even_odd(x)
+    if even is not None:
+        x_even += even
+    return gl.convert_layout(gl.join(x_even, x_odd + odd).reshape([KC, 16]), _acc(KC))
+
+
+@jit
+def _square(x, n: constexpr):
+    """The n-th of matrices [16, 16] in shared memory, one below the other."""
+    return x.slice(16 * n, 16, 0)
+
+
+@jit
+def _right(x, KC: constexpr):
+    """Load a right operand."""
+    return x.load(_operand(1, KC, x.dtype))
+
+
+@jit
+def _left(x):
+    """Load a left operand."""
+    return x.load(_operand(0, x.shape[0], x.dtype))
+
+
+@jit
+def _as_left(x, DTYPE: constexpr):
+    return gl.convert_layout(x.to(DTYPE), _operand(0, x.shape[0], DTYPE))
+
+
+@jit
+def _tf32(x):
+    """fp32 rounded to what tf32 holds: matrix units would cut the rest off, always towards zero."""
+    return ((x.to(gl.int32, bitcast=True) + 4096) & -8192).to(gl.float32, bitcast=True)
+
+
+@jit
+def _mma(x, y, acc):
+    """acc + x y; of fp32 operands all but the product of their second halves."""
+    if x.dtype == gl.float32:
+        x1, y1 = _tf32(x), _tf32(y)
+        acc = mma_v2(_tf32(x - x1), y1, acc, input_precision="tf32")
+        acc = mma_v2(x1, _tf32(y - y1), acc, input_precision="tf32")
+        return mma_v2(x1, y1, acc, input_precision="tf32")
+    else:
+        return mma_v2(x, y, acc)
+
+
+@jit
+def _select(x, keep, acc):
+    """acc + x keep, keep of 0 and 1: fp32 is three tf32 numbers, so nothing is lost."""
+    if x.dtype == gl.float32:
+        x1 = _tf32(x)
+        x2 = _tf32(x - x1)
+        acc = mma_v2((x - x1) - x2, keep, acc, input_precision="tf32")
+        acc = mma_v2(x2, keep, acc, input_precision="tf32")
+        return mma_v2(x1, keep, acc, input_precision="tf32")
+    else:
+        return mma_v2(x, keep, acc)
+
+
+# ---- shared memory
+@jit
+def _prefetch(x, rows, stride, KC: constexpr, K: constexpr):
+    """Ask for x[0 : rows, 0 : K] in L2, 128 bytes a thread: see common.prefetch_rows."""
+    if not INTERPRETED:
+        LINE: constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth
+        LAYOUT: constexpr = _lines(KC)
+        i = gl.maximum(gl.minimum(gl.arange(0, C, layout=_channels(LAYOUT)), rows - 1), 0)[:, None]
+        j = gl.minimum(gl.arange(0, _lines_of(K, LINE), layout=_rows(LAYOUT)) * LINE, K - 1)[None, :]
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [x + (i * stride + j)], gl.int32, False, 1
+        )
+
+
+@jit
+def _selected(i, s, n):
+    """Rows s that count for row i: n = 0 .. 3 is `select_level` at level 8 >> n, 4 those up to i, 5 those behind."""
+    h = 8 >> (n % 4)
+    level = (i // h == s // h) & ((s <= i) == ((i // h) % 2 == 1))
+    return gl.where(n < 4, level, (s <= i) == (n == 4))
+
+
+@jit
+def _stage_selections(terms, keeps, first: constexpr, KC: constexpr):
+    """0/1 matrices as right operands: terms [s, i] of exponents, keeps [i, s] of dg."""
+    x = gl.arange(0, terms.shape[0], layout=_channels(_staged(KC)))[:, None]
+    y = gl.arange(0, 16, layout=_rows(_staged(KC)))[None, :]
+    n = first + x // 16
+    terms.store(gl.where(_selected(y, x % 16, n), 1.0, 0.0).to(terms.dtype))
+    keeps.store(gl.where(_selected(x % 16, y, n), 1.0, 0.0).to(keeps.dtype))
+
+
+@jit
+def _stage_weights(w_q, w_k, off_q, off_k, lvl_q, lvl_k, KC: constexpr):
+    """Right operands [16, 16] of dAqk, dL: off [n, m], blocks (m, n); lvl [n, m], pairs of level 8 >> n in block m, of
+    dL both halves."""
+    i = gl.arange(0, 64, layout=_channels(_staged(KC)))[:, None]
+    j = gl.arange(0, 16, layout=_rows(_staged(KC)))[None, :]
+    for n in gl.static_range(3):
+        off_q.index(n).store(gl.load(w_q + (i * C + n * 16 + j)))
+        off_k.index(n).store(gl.load(w_k + (i * C + n * 16 + j)))
+    start = (i // 16) * 16
+    b_q = gl.load(w_q + (i * C + start + j))
+    b_k = gl.load(w_k + (i * C + start + j))
+    b_m = gl.load(w_k + ((start + j) * C + i))
+    i = i % 16
+    b_k = gl.where(i > j, b_k, b_m)
+    for n in gl.static_range(3):
+        mine = ((i ^ j) >= (8 >> n)) & ((i ^ j) < (16 >> n))
+        lvl_q.index(n).store(gl.where(mine & (i > j), b_q, 0.0).to(b_q.dtype))
+        lvl_k.index(n).store(gl.where(mine, b_k, 0.0).to(b_k.dtype))
+
+
+# ---- rows
+@jit
 def _unpack64(x):
-    return x.to(tl.int32).to(tl.float32, bitcast=True), (x >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    return x.to(gl.int32).to(gl.float32, bitcast=True), (x >> 32).to(gl.int32).to(gl.float32, bitcast=True)
 
 
-@triton.jit
-def _pack(low, high, WORD: tl.constexpr):
-    """Two fp32 in a word: rounded to bf16 in an int32, as they are in an int64."""
-    if WORD == tl.int64:
-        return _pack64(low, high)
-    elif INTERPRETED:
-        low = low.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        return low | (high.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+@jit
+def _normalised(raw, p_norms, scale, L2NORM: constexpr):
+    """y [KC, 16] = raw times its norm's factor, and f, c [1, 16]: the gradient of raw is f dy - c y."""
+    y = _to_acc(raw)
+    if L2NORM:
+        f, c = _unpack64(gl.load(p_norms)[None, :])
+        return y * f, f, c
     else:
-        return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], tl.int32, True, 1)
+        return y * scale, scale, 0.0
 
 
-@triton.jit
-def _unpack(x, WORD: tl.constexpr):
-    if WORD == tl.int64:
-        return _unpack64(x)
+@jit
+def _reciprocal(x):
+    if INTERPRETED:
+        return 1.0 / x
     else:
-        return (x << 16).to(tl.float32, bitcast=True), (x & -65536).to(tl.float32, bitcast=True)
+        return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
 
 
-LN_2 = tl.constexpr(0.6931471805599453)
-# Scratch of a program, in tiles of [64, KC]. WS: operands. Words: two numbers each. fp32: log2 of decays, d g / d raw,
-# then vectors of [4, KC], a row for each block: P at row 7 and at row 15; sums over the block's rows, see `_products`.
-QP, BKP, KY, QP8, MIXED = (tl.constexpr(i) for i in range(5))
-ROWS, ROWS8, COLUMNS = (tl.constexpr(i) for i in range(3))
-LOG2, RAW, VECTORS = (tl.constexpr(i) for i in range(3))
-HALF, TOTAL, ROW_SUM, ROW_SUM_2, ROW_SUM_3, COLUMN_SUM, LOWER_SUM = (tl.constexpr(4 * i) for i in range(7))
-SCRATCH = (5 * 64, 3 * 64, 2 * 64 + 7 * 4)  # numbers a channel: operands, words, fp32
+@jit
+def _gate(raw, bias, rate, bound, GATE: constexpr, PRECISE: constexpr):
+    """log2 of the decay as common.decay_log2, and d g / d raw with g in nats; both 0 where rate (softplus) or bound is.
 
-
-@triton.jit
-def _gate(raw, bias, rate, lower_bound, GATE: tl.constexpr):
-    """log2 of the decay, and d g / d raw with g in nats."""
+    softplus, not PRECISE: the polynomial has degree 4, 6e-5 of itself, as exponents are rounded to fp16 anyway; and the
+    sigmoid of raw + bias is 2^(min(y, 0) - log2(1 + u)).
+    """
     if GATE == "softplus":
-        y = (raw + bias) * LOG2_E
-        u = tl.exp2(-tl.abs(y))
-        n = 0.06274843357141435 - 0.012077020269316563 * u
-        n = -0.1541520064325823 + u * n
-        n = 0.2551763492142669 + u * n
-        n = -0.3530963533412672 + u * n
-        n = 0.48001246079524296 + u * n
-        n = -0.7213067574280009 + u * n
-        n = 1.442694724590345 + u * n
-        g2 = -rate * (tl.maximum(y, 0.0) + u * n)
-        r = 1.0 / (1.0 + u)
-        return g2, -rate * tl.where(y > 0, r, u * r)
+        y = raw * LOG2_E + bias * LOG2_E
+        u = gl.exp2(-gl.abs(y))
+        if PRECISE:
+            p = 0.06274843357141435 - 0.012077020269316563 * u
+            p = -0.1541520064325823 + u * p
+            p = 0.2551763492142669 + u * p
+            p = -0.3530963533412672 + u * p
+            p = 0.48001246079524296 + u * p
+            p = -0.7213067574280009 + u * p
+            p = 1.442694724590345 + u * p
+        else:
+            p = -0.22510302549825303 + 0.058664939715638555 * u
+            p = 0.44059903295531755 + u * p
+            p = -0.716714663167644 + u * p
+            p = 1.442603894242359 + u * p
+        n = u * p
+        g2 = -rate * (gl.maximum(y, 0.0) + n)
+        if PRECISE:
+            r = _reciprocal(1.0 + u)
+            return g2, -rate * gl.where(y > 0, r, u * r)
+        else:
+            return g2, -rate * gl.exp2(gl.minimum(y, 0.0) - n)
     elif GATE == "bounded":
         z = raw + bias
-        u = tl.exp2(-tl.abs(z) * (rate * LOG2_E))
-        r = 1.0 / (1.0 + u)
+        u = gl.exp2(-gl.abs(z) * (rate * LOG2_E))
+        r = _reciprocal(1.0 + u)
         s = u * r
-        g2 = (lower_bound * LOG2_E) * tl.where(z > 0, r, s)
-        return g2, (lower_bound * rate) * r * s
+        return (bound * LOG2_E) * gl.where(z > 0, r, s), (bound * rate) * (r * s)
     else:
-        return raw * LOG2_E, 1.0
+        return raw * LOG2_E, raw
 
 
-@triton.jit(noinline=True)
-def _factors(
-    q, k, g, row_norms, row_beta, tiles, fp32, dt_bias, rate, rows, lower_bound, k0, SCALE,
-    Q_T: tl.constexpr, K_T: tl.constexpr, G_T: tl.constexpr, K: tl.constexpr, KC: tl.constexpr,
-    GATE: tl.constexpr, L2NORM: tl.constexpr,
-):  # fmt: skip
-    """q P, b k P, k Y as operands, and the decay of every block: P up to a row of its block of 16, Y behind it."""
-    WS: tl.constexpr = tiles.dtype.element_ty
-    TILE: tl.constexpr = 64 * KC
-    blk = tl.arange(0, 4 * KC) // KC
-    ch = tl.arange(0, 4 * KC) % KC
-    bias = 0.0
-    if dt_bias is not None:
-        bias = tl.load(dt_bias + ch, mask=k0 + ch < K, other=0.0)
-    left = tl.where(k0 + ch < K, rows - blk * 16, 0)  # rows of the block that are tokens
-    q += blk * (16 * Q_T) + ch
-    k += blk * (16 * K_T) + ch
-    g += blk * (16 * G_T) + ch
-    row_norms += blk * 16
-    row_beta += blk * 16
-    tiles += blk * (16 * KC) + ch
-    fp32 += blk * (16 * KC) + ch
-    vectors = fp32 + VECTORS * TILE - blk * (15 * KC)
-    one = tl.zeros([4 * KC], tl.float32) + 1.0
-    p = one
-    p8 = one
-    keys, decays, loads = (), (), ()
-    for r in tl.static_range(16):  # all loads before the first store, behind which the compiler would keep them
-        m = left > r
-        r_q = tl.load(q + r * Q_T, mask=m, other=0.0)
-        r_k = tl.load(k + r * K_T, mask=m, other=0.0)
-        loads = loads + ((r_q, r_k, tl.load(g + r * G_T, mask=m, other=0.0)),)
-    for r in tl.static_range(16):
-        m = left > r
-        b_q = loads[r][0].to(tl.float32)
-        b_k = loads[r][1].to(tl.float32)
-        if L2NORM:
-            f_q, _ = _unpack64(tl.load(row_norms + r))
-            f_k, _ = _unpack64(tl.load(row_norms + 64 + r))
-            b_q = b_q * f_q
-            b_k = b_k * f_k
-        else:
-            b_q = b_q * SCALE
-        b_bk = tl.load(row_beta + r) * b_k
-        g2, d_raw = _gate(loads[r][2].to(tl.float32), bias, rate, lower_bound, GATE)
-        g2 = tl.where(m, g2, 0.0)
-        tl.store(fp32 + LOG2 * TILE + r * KC, g2)
-        if GATE != "none":
-            tl.store(fp32 + RAW * TILE + r * KC, tl.where(m, d_raw, 0.0))
-        alpha = tl.exp2(g2)
-        p = p * alpha
-        tl.store(tiles + QP * TILE + r * KC, (b_q * p).to(WS))
-        tl.store(tiles + BKP * TILE + r * KC, (b_bk * p).to(WS))
-        if r == 7:
-            tl.store(vectors + HALF * KC, p)
-        if r >= 8:
-            p8 = p8 * alpha
-            tl.store(tiles + QP8 * TILE + r * KC, (b_q * p8).to(WS))
-            tl.store(tiles + MIXED * TILE + r * KC, (b_bk * p8).to(WS))
-        keys = keys + (b_k,)
-        decays = decays + (alpha,)
-    tl.store(vectors + TOTAL * KC, p)
-    y = one
-    y8 = one
-    for r in tl.static_range(15, -1, -1):
-        tl.store(tiles + KY * TILE + r * KC, (keys[r] * y).to(WS))
-        y = y * decays[r]
-        if r < 8:
-            tl.store(tiles + MIXED * TILE + r * KC, (keys[r] * y8).to(WS))
-            y8 = y8 * decays[r]
+# ---- pairs inside a block
+@jit
+def _level_pairs(b_q, b_k, terms, select, keep, weight_q, weight_k, up, d_q, d_k, d_g, WS: constexpr, FOLD: constexpr):
+    """Add the pairs of a level to dq, dk and dg; also k . D of its rows, up to a factor of beta that is not there.
 
-
-@triton.jit(noinline=True)
-def _products(
-    dqg, dxs, dkg, w_q, w_k, tiles, words, fp32, k0, K: tl.constexpr, KC: tl.constexpr, PRECISION: tl.constexpr
-):
-    """h_q, h_k, h_c: what P and Y of a row still have to scale; and the sums that dg needs across blocks."""
-    WORD: tl.constexpr = words.dtype.element_ty
-    C: tl.constexpr = 64
-    TILE: tl.constexpr = C * KC
-    b3 = tl.arange(0, 4)[:, None, None]
-    r3 = tl.arange(0, 16)[None, :, None]
-    s3 = tl.arange(0, 16)[None, None, :]
-    c3 = tl.arange(0, KC)[None, None, :]
-    m3 = (k0 + c3 < K) & (r3 >= 0) & (b3 >= 0)
-    p3 = (b3 * 16 + r3) * KC + c3
-    tiles += p3
-    words += p3
-    pair = (b3 * 16 + r3) * C + b3 * 16 + s3
-    w_q += pair
-    w_k += pair
-    state = (b3 * 16 + r3) * K + c3
-    vectors = fp32 + VECTORS * TILE
-    total = vectors + TOTAL * KC + b3 * KC + c3
-    sums = vectors + tl.arange(0, 4)[:, None] * KC + tl.arange(0, KC)[None, :]
-
-    # level 8: halves of a block of 16 rows; their factors start and end in the middle
-    b_q, b_k = tl.load(w_q), tl.load(w_k)
-    mixed = tl.load(tiles + MIXED * TILE)
-    upper = tl.load(tiles + QP8 * TILE, mask=r3 >= 8, other=0.0)
-    h_q = tl.dot(b_q, mixed, input_precision=PRECISION)
-    h_k = tl.dot(b_k, mixed, input_precision=PRECISION)
-    h_c8 = tl.dot(tl.permute(b_q, (0, 2, 1)), upper, input_precision=PRECISION)
-    h_c8 = tl.dot(tl.permute(b_k, (0, 2, 1)), mixed, h_c8, input_precision=PRECISION)
-    tl.store(words + ROWS8 * TILE, _pack(h_q, h_k, WORD))
-
-    # rows: earlier blocks, n blocks away, then the state
-    row_q = tl.load(tiles + QP * TILE).to(tl.float32)
-    row_k = tl.load(tiles + BKP * TILE).to(tl.float32)
-    m = b3 >= 1
-    column = tl.load(tiles + (KY * TILE - 16 * KC), mask=m, other=0.0)
-    h_q = tl.dot(tl.load(w_q - 16, mask=m, other=0.0), column, input_precision=PRECISION)
-    h_k = tl.dot(tl.load(w_k - 16, mask=m, other=0.0), column, input_precision=PRECISION)
-    far = tl.load(total - KC, mask=m, other=1.0)
-    for n in tl.static_range(2, 4):
-        m = b3 >= n
-        column = tl.load(tiles + (KY * TILE - n * 16 * KC), mask=m, other=0.0)
-        n_q = far * tl.dot(tl.load(w_q - n * 16, mask=m, other=0.0), column, input_precision=PRECISION)
-        n_k = far * tl.dot(tl.load(w_k - n * 16, mask=m, other=0.0), column, input_precision=PRECISION)
-        tl.store(sums + (ROW_SUM + 4 * (n - 1)) * KC, tl.sum(row_q * n_q + row_k * n_k, 1))
-        h_q += n_q
-        h_k += n_k
-        far *= tl.load(total - n * KC, mask=m, other=1.0)
-    n_q = far * tl.load(dqg + state, mask=m3, other=0.0).to(tl.float32)
-    n_k = far * tl.load(dxs + state, mask=m3, other=0.0).to(tl.float32)
-    tl.store(sums + ROW_SUM * KC, tl.sum(row_q * n_q + row_k * n_k, 1))
-    tl.store(words + ROWS * TILE, _pack(h_q + n_q, h_k + n_k, WORD))
-
-    # columns: later blocks, then the state behind the chunk
-    h_c = tl.zeros([4, 16, KC], tl.float32)
-    far = tl.zeros([4, 1, KC], tl.float32) + 1.0
-    for n in tl.static_range(1, 4):
-        m = b3 < 4 - n
-        b_q = tl.permute(tl.load(w_q + n * 16 * C, mask=m, other=0.0), (0, 2, 1))
-        b_k = tl.permute(tl.load(w_k + n * 16 * C, mask=m, other=0.0), (0, 2, 1))
-        n_c = tl.dot(b_q, tl.load(tiles + (QP * TILE + n * 16 * KC), mask=m, other=0.0), input_precision=PRECISION)
-        b_r = tl.load(tiles + (BKP * TILE + n * 16 * KC), mask=m, other=0.0)
-        h_c += far * tl.dot(b_k, b_r, n_c, input_precision=PRECISION)
-        far *= tl.load(total + n * KC, mask=m, other=1.0)
-    n_c = far * tl.load(dkg + state, mask=m3, other=0.0).to(tl.float32)
-    h_c += n_c
-    tl.store(words + COLUMNS * TILE, _pack(h_c, h_c8, WORD))
-    column = tl.load(tiles + KY * TILE).to(tl.float32)
-    tl.store(sums + COLUMN_SUM * KC, tl.sum(column * n_c, 1))
-    tl.store(sums + LOWER_SUM * KC, tl.sum(tl.where(r3 < 8, column * h_c, 0.0), 1))
-
-
-@triton.jit
-def _finish_half(
-    q, k, g, row_norms, row_beta, pairs, words, fp32, dq, dk, dg, k_dk,
-    bias, p, y, across, passed, s_bias, s_A, left, SCALE,
-    Q_T: tl.constexpr, K_T: tl.constexpr, G_T: tl.constexpr, OUT_T: tl.constexpr, KC: tl.constexpr,
-    GATE: tl.constexpr, L2NORM: tl.constexpr, BETA_SIGMOID: tl.constexpr,
-):  # fmt: skip
-    """Half a block, 8 rows, of each block: its pairs one by one, then dq, dk and dg.
-
-    across: what dg of all these rows gets from rows outside of the half. passed: what rows of this half give to dg of
-    all earlier rows of the block.
+    up [1, 16]: beta in upper rows, 1 in lower ones, where the weights do not contain it.
     """
-    WORD: tl.constexpr = words.dtype.element_ty
-    TILE: tl.constexpr = 64 * KC
-    zero = tl.zeros([4 * KC], tl.float32)
-    loads, columns = (), ()
-    for r in tl.static_range(8):  # all loads before the first store, behind which the compiler would keep them
-        m = left > r
-        b_q, b_k = tl.load(q + r * Q_T, mask=m, other=0.0), tl.load(k + r * K_T, mask=m, other=0.0)
-        h, h8 = tl.load(words + ROWS * TILE + r * KC), tl.load(words + ROWS8 * TILE + r * KC)
-        loads = loads + ((b_q, b_k, tl.load(fp32 + LOG2 * TILE + r * KC), h, h8),)
-    p8 = zero + 1.0
-    keys, reach, cols, rows, dks, dqs, dgs = (), (), (), (), (), (), ()
-    for r in tl.static_range(8):
-        b_q, b_k, alpha = loads[r][0].to(tl.float32), loads[r][1].to(tl.float32), tl.exp2(loads[r][2])
-        h_q, h_k = _unpack(loads[r][3], WORD)
-        h_q8, h_k8 = _unpack(loads[r][4], WORD)
-        if L2NORM:
-            f_q, c_q = _unpack64(tl.load(row_norms + r))
-            f_k, _ = _unpack64(tl.load(row_norms + 64 + r))
-            b_q = b_q * f_q
-            b_k = b_k * f_k
-        else:
-            b_q = b_q * SCALE
-        beta = tl.load(row_beta + r)
-        b_bk = beta * b_k
-        p = p * alpha
-        p8 = p8 * alpha
-
-        # pairs (r, j): reach[j] is the decay from j to r. dg of row s gets the pairs with j < s <= r: sum them up to j
-        i_q, i_k, flow = zero, zero, zero
-        n_reach, n_cols, n_dgs = (), (), (zero,)
-        for j in tl.static_range(r):
-            w_q, w_k = _unpack64(tl.load(pairs + r * 8 + j))
-            e = reach[j] * alpha
-            ke = keys[j] * e
-            i_q += w_q * ke
-            i_k += w_k * ke
-            both = w_q * b_q + w_k * b_bk
-            n_cols = n_cols + (cols[j] + both * e,)
-            n_reach = n_reach + (e,)
-            flow += both * ke
-            if j + 1 < r:
-                n_dgs = n_dgs + (dgs[j + 1] + flow,)
-            else:
-                n_dgs = n_dgs + (flow,)
-        w_q, _ = _unpack64(tl.load(pairs + r * 9))
-        reach = n_reach + (zero + 1.0,)
-        cols = n_cols + (zero,)
-        keys = keys + (b_k,)
-        dgs = n_dgs
-
-        p_q, p_k, p_q8, p_k8 = p * h_q, p * h_k, p8 * h_q8, p8 * h_k8
-        passed_r = b_q * p_q + b_bk * p_k
-        passed += passed_r
-        rows = rows + (passed_r + b_q * p_q8 + b_bk * p_k8,)
-        d_q = p_q + p_q8 + i_q + w_q * b_k
-        d_k = p_k + p_k8 + i_k
-        if L2NORM:
-            d_q = f_q * d_q - b_q * c_q
-        else:
-            d_q = SCALE * d_q
-        dqs = dqs + (d_q,)
-        if not BETA_SIGMOID:
-            tl.store(k_dk + tl.arange(0, 4) * 16 + r, tl.sum(tl.reshape(b_k * d_k, (4, KC)), 1))
-        dks = dks + (beta * d_k + w_q * b_q,)
-
-    for r in tl.static_range(8):
-        d_raw, b_g = 1.0, 0.0
-        if GATE != "none":
-            d_raw = tl.load(fp32 + RAW * TILE + r * KC)
-        if GATE == "bounded":
-            b_g = tl.load(g + r * G_T, mask=left > r, other=0.0)
-        columns = columns + ((tl.load(words + COLUMNS * TILE + r * KC), d_raw, b_g),)
-    for r in tl.static_range(8):
-        tl.store(dq + r * OUT_T, dqs[r].to(dq.dtype.element_ty), mask=left > r)
-
-    # columns and sums of rows, last row first
-    y8 = zero + 1.0
-    suffix = across
-    outs = ()
-    for r in tl.static_range(7, -1, -1):
-        h_c, h_c8 = _unpack(columns[r][0], WORD)  # h_c8 is 0 in the upper half, h_q8 and h_k8 in the lower
-        d_c = y * h_c + y8 * h_c8
-        d_k = dks[r] + d_c + cols[r]
-        if L2NORM:
-            f_k, c_k = _unpack64(tl.load(row_norms + 64 + r))
-            d_k = d_k * f_k - keys[r] * c_k
-        tl.store(dk + r * OUT_T, d_k.to(dk.dtype.element_ty), mask=left > r)
-        suffix += rows[r]
-        outs = outs + ((suffix, keys[r] * d_c),)
-        alpha = tl.exp2(loads[r][2])
-        y = y * alpha
-        y8 = y8 * alpha
-    # dg, with the sums of columns, first row first
-    prefix = zero
-    for r in tl.static_range(8):
-        d_g = outs[7 - r][0] + prefix + dgs[r]
-        prefix += outs[7 - r][1]
-        d_z = d_g
-        if GATE != "none":
-            d_z = d_g * columns[r][1]
-            s_bias += d_z
-        if GATE == "softplus":
-            s_A += d_g * (loads[r][2] * LN_2)
-        elif GATE == "bounded":
-            s_A += d_z * (columns[r][2].to(tl.float32) + bias)
-        tl.store(dg + r * OUT_T, d_z.to(dg.dtype.element_ty), mask=left > r)
-    return y, passed, s_bias, s_A
+    KC: constexpr = b_q.shape[0]
+    zero = gl.zeros([KC, 16], gl.float32, _acc(KC))
+    e = gl.exp2(_select(terms, _right(select, KC), zero))
+    e_k = e
+    if not FOLD:
+        e_k = e * up
+    qe = b_q * e
+    ke = b_k * e_k
+    left_k = _as_left(ke, WS)
+    y_q = _mma(left_k, _right(weight_q.permute((1, 0)), KC), zero)
+    y_k = _mma(left_k, _right(weight_k, KC), zero)
+    y_k = _mma(_as_left(qe, WS), _right(weight_q, KC), y_k)
+    d_g = _select(_as_left(qe * y_q + ke * y_k, WS), _right(keep, KC), d_g)
+    return d_q + e * y_q, d_k + e_k * y_k, d_g, b_k * e * y_k
 
 
-@triton.jit(noinline=True)
-def _finish(
-    q, k, g, row_norms, row_beta, pairs, words, fp32, dq, dk, dg, k_dk, p_dA, p_dbias, dt_bias, ends, rows, k0, SCALE,
-    Q_T: tl.constexpr, K_T: tl.constexpr, G_T: tl.constexpr, OUT_T: tl.constexpr, K: tl.constexpr, KC: tl.constexpr,
-    GATE: tl.constexpr, L2NORM: tl.constexpr, BETA_SIGMOID: tl.constexpr,
-):  # fmt: skip
-    TILE: tl.constexpr = 64 * KC
-    blk = tl.arange(0, 4 * KC) // KC
-    ch = tl.arange(0, 4 * KC) % KC
-    left = tl.where(k0 + ch < K, rows - blk * 16, 0)
-    bias = 0.0
-    if dt_bias is not None:
-        bias = tl.load(dt_bias + ch, mask=k0 + ch < K, other=0.0)
-    q += blk * (16 * Q_T) + ch
-    k += blk * (16 * K_T) + ch
-    g += blk * (16 * G_T) + ch
-    dq += blk * (16 * OUT_T) + ch
-    dk += blk * (16 * OUT_T) + ch
-    dg += blk * (16 * OUT_T) + ch
-    row_norms += blk * 16
-    row_beta += blk * 16
-    pairs += blk * 128
-    words += blk * (16 * KC) + ch
-    fp32 += blk * (16 * KC) + ch
-    vectors = fp32 + VECTORS * TILE - blk * (15 * KC)
-    # dg of every row of block m, from pairs that straddle all of m: rows of later blocks with the state before the
-    # chunk, columns of earlier blocks with the state behind it, both states, rows of later with earlier blocks
-    straddle = tl.load(ends + ch, mask=k0 + ch < K, other=0.0)
-    own = vectors - blk * KC  # of block 0
-    for n in tl.static_range(4):
-        straddle *= tl.load(own + (TOTAL + n) * KC)
-    for n in tl.static_range(1, 4):
-        straddle += tl.load(own + (ROW_SUM + n) * KC, mask=blk < n, other=0.0)
-        straddle += tl.load(own + (COLUMN_SUM + n - 1) * KC, mask=blk >= n, other=0.0)
-    inner = (blk == 1) | (blk == 2)
-    straddle += tl.load(vectors + (ROW_SUM_2 + 1) * KC, mask=inner, other=0.0)  # (2, 0) over 1, (3, 1) over 2
-    straddle += tl.load(own + (ROW_SUM_3 + 3) * KC, mask=inner, other=0.0)  # (3, 0) over 1 and 2
-    s_bias = tl.zeros([4 * KC], tl.float32)
-    s_A = tl.zeros([4 * KC], tl.float32)
-    passed = tl.zeros([4 * KC], tl.float32)
-    y = s_A + 1.0
-    for s in tl.range(0, 2, num_stages=1):  # upper half, lower half
-        h = 8 - 8 * s
-        is_upper = (blk >= 0) & (s == 0)
-        p = tl.load(vectors + HALF * KC, mask=is_upper, other=1.0)
-        across = straddle + passed + tl.load(vectors + LOWER_SUM * KC, mask=is_upper, other=0.0)
-        y, passed, s_bias, s_A = _finish_half(
-            q + h * Q_T, k + h * K_T, g + h * G_T, row_norms + h, row_beta + h, pairs + h * 8, words + h * KC,
-            fp32 + h * KC, dq + h * OUT_T, dk + h * OUT_T, dg + h * OUT_T, k_dk + h,
-            bias, p, y, across, passed, s_bias, s_A, left - h, SCALE,
-            Q_T, K_T, G_T, OUT_T, KC, GATE, L2NORM, BETA_SIGMOID,
-        )  # fmt: skip
-    if GATE != "none":
-        tl.store(p_dA, tl.sum(s_A, 0))
-        c1 = tl.arange(0, KC)
-        tl.store(p_dbias + c1, tl.sum(tl.reshape(s_bias, (4, KC)), 0), mask=k0 + c1 < K)
+@jit
+def _halves(x):
+    """[KC, 16] -> rows 0 .. 7 and rows 8 .. 15, [KC, 8] each."""
+    KC: constexpr = x.shape[0]
+    low, high = x.reshape([KC, 2, 8]).permute((0, 2, 1)).split()
+    return gl.convert_layout(low, _half(KC)), gl.convert_layout(high, _half(KC))
 
 
-@triton.jit(do_not_specialize=["T", "total"])
+@jit
+def _whole(low, high):
+    KC: constexpr = low.shape[0]
+    return gl.convert_layout(gl.join(low, high).permute((0, 2, 1)).reshape([KC, 16]), _acc(KC))
+
+
+@jit
+def _half_pairs(b_q, b_k, terms, select, keep, weight_q, weight_k, up, d_q, d_k, d_g, WS: constexpr, FOLD: constexpr):
+    """`_level_pairs` for level 8, whose upper rows are registers of their own: the others are spared what is theirs."""
+    KC: constexpr = b_q.shape[0]
+    zero = gl.zeros([KC, 16], gl.float32, _acc(KC))
+    nil = gl.zeros([KC, 8], gl.float32, _half(KC))
+    e = gl.exp2(_select(terms, _right(select, KC), zero))
+    e_k = e
+    if not FOLD:
+        e_k = e * up
+    _, q_upper = _halves(b_q)
+    _, e_upper = _halves(e)
+    qe = q_upper * e_upper
+    ke = b_k * e_k
+    left_k = _as_left(ke, WS)
+    _, y_q = _halves(_mma(left_k, _right(weight_q.permute((1, 0)), KC), zero))
+    y_k = _mma(left_k, _right(weight_k, KC), zero)
+    y_k = _mma(_as_left(_whole(nil, qe), WS), _right(weight_q, KC), y_k)
+    r_lower, r_upper = _halves(ke * y_k)
+    d_g = _select(_as_left(_whole(r_lower, r_upper + qe * y_q), WS), _right(keep, KC), d_g)
+    d_lower, d_upper = _halves(d_q)
+    return _whole(d_lower, d_upper + e_upper * y_q), d_k + e_k * y_k, d_g, b_k * e * y_k
+
+
+@jit
+def _neighbour_pairs(b_q, b_k, terms, w_q, w_k, beta, d_q, d_k, d_g, FOLD: constexpr):
+    """The same for rows 2 i + 1 with rows 2 i; w_q, w_k, beta [1, 8]."""
+    _, e = _even_odd(terms)
+    e = gl.exp2(e.to(gl.float32))
+    k_even, k_odd = _even_odd(b_k)
+    _, q_odd = _even_odd(b_q)
+    bw_k = w_k
+    if not FOLD:
+        bw_k = beta * w_k
+    ke = k_even * e
+    both = w_q * q_odd + bw_k * k_odd
+    d_k = _add_pairs(d_k, e * both, bw_k * ke)
+    return _add_pairs(d_q, None, w_q * ke), d_k, _add_pairs(d_g, None, ke * both), w_k * ke * k_odd
+
+
+@jit
 def _keys_bwd_kernel(
-    q, k, g, dqg, dxs, dkg, ends, w_q, w_k, pairs, row_norms, row_beta, A_log, dt_bias,
-    dq, dk, dg, k_dk, dA, dbias, tiles, words, fp32, chunks,
-    total, T, scale, lower_bound,
+    q, k, g, dqg, dxs, dkg, ends, w_q, w_k, row_norms, row_beta, A_log, dt_bias,
+    dq, dk, dg, k_dk, dA, dbias, chunks,
+    T, scale, lower_bound,
     q_b, q_h, k_b, k_h, g_b, g_h, out_b,
-    Q_T: tl.constexpr, K_T: tl.constexpr, G_T: tl.constexpr,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KC: tl.constexpr,
-    GATE: tl.constexpr, L2NORM: tl.constexpr, BETA_SIGMOID: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    Q_T: constexpr, K_T: constexpr, G_T: constexpr,
+    H: constexpr, HV: constexpr, K: constexpr, KC: constexpr, TERM: constexpr,
+    GATE: constexpr, L2NORM: constexpr, BETA_SIGMOID: constexpr, PACKED: constexpr,
 ):  # fmt: skip
-    C: tl.constexpr = 64
-    SLICES: tl.constexpr = (K + KC - 1) // KC
-    tiles += tl.program_id(0).to(tl.int64) * (5 * C * KC)
-    words += tl.program_id(0).to(tl.int64) * (3 * C * KC)
-    fp32 += tl.program_id(0).to(tl.int64) * ((2 * C + 28) * KC)
-    for start in tl.range(0, total - tl.program_id(0), tl.num_programs(0), num_stages=1):
-        item = tl.program_id(0).to(tl.int64) + start
-        k0 = (item % SLICES).to(tl.int32) * KC
-        i_ch = item // SLICES
-        i_c = i_ch // HV
-        i_h = (i_ch % HV).to(tl.int32)
-        i_hk = i_h // (HV // H)
-        o_q, rows = locate_chunk(chunks, i_c, T, q_b, Q_T, C, PACKED)
-        p_bias = dt_bias
-        if dt_bias is not None:
-            p_bias = dt_bias + i_h * K + k0
-        p_dA = dA + item
-        p_dbias = dbias + i_ch * K + k0
-        if rows > 0:
-            o_k, _ = locate_chunk(chunks, i_c, T, k_b, K_T, C, PACKED)
-            o_g, _ = locate_chunk(chunks, i_c, T, g_b, G_T, C, PACKED)
-            o_out, _ = locate_chunk(chunks, i_c, T, out_b, HV * K, C, PACKED)
-            p_q = q + o_q + i_hk * q_h + k0
-            p_k = k + o_k + i_hk * k_h + k0
-            p_g = g + o_g + i_h * g_h + k0
-            o_out += i_h * K + k0
-            o_state = i_ch * (C * K) + k0
-            p_norms = row_norms + i_ch * (2 * C)
-            p_beta = row_beta + i_ch * C
-            rate = 1.0
+    # Which work: a chunk of a head. Neighbours are heads of one chunk, whose rows lie side by side.
+    WS: constexpr = dqg.dtype.element_ty
+    SLICES: constexpr = (K + KC - 1) // KC
+    OUT_T: constexpr = HV * K
+    ACC: constexpr = _acc(KC)
+    FOUR: constexpr = _four(KC)
+    i_ch = gl.program_id(0).to(gl.int64)
+    i_c = i_ch // HV
+    i_h = (i_ch % HV).to(gl.int32)
+    i_hk = (i_h // (HV // H)).to(gl.int64)
+    if PACKED:
+        first = gl.load(chunks + i_c * 4).to(gl.int64)
+        rows = gl.load(chunks + i_c * 4 + 1)
+        i_b = first * 0
+    else:
+        per_sequence = (T + C - 1) // C
+        i_b = i_c // per_sequence
+        first = (i_c - i_b * per_sequence) * C
+        rows = gl.minimum(T - first.to(gl.int32), C)
+    o_c = _channel(gl.arange(0, KC, layout=_channels(FOUR)))
+    if rows > 0:
+        off_q = gl.allocate_shared_memory(WS, [3, 64, 16], OPERAND)
+        off_k = gl.allocate_shared_memory(WS, [3, 64, 16], OPERAND)
+        lvl_q = gl.allocate_shared_memory(WS, [3, 64, 16], OPERAND)
+        lvl_k = gl.allocate_shared_memory(WS, [3, 64, 16], OPERAND)
+        terms_level = gl.allocate_shared_memory(TERM, [64, 16], OPERAND)
+        keeps_level = gl.allocate_shared_memory(WS, [64, 16], OPERAND)
+        terms_side = gl.allocate_shared_memory(TERM, [32, 16], OPERAND)
+        keeps_side = gl.allocate_shared_memory(WS, [32, 16], OPERAND)
+        s_qp, s_kp, s_ky, s_g, s_raw = (), (), (), (), ()
+        for b in gl.static_range(4):
+            s_g = s_g + (gl.allocate_shared_memory(TERM, [KC, 16], OPERAND),)
+            s_raw = s_raw + (gl.allocate_shared_memory(gl.float32, [KC, 16], FRAGMENTS),)
+            if b < 3:  # of blocks 1, 2, 3 as rows, of 0, 1, 2 as columns
+                s_qp = s_qp + (gl.allocate_shared_memory(WS, [KC, 16], OPERAND),)
+                s_kp = s_kp + (gl.allocate_shared_memory(WS, [KC, 16], OPERAND),)
+                s_ky = s_ky + (gl.allocate_shared_memory(WS, [KC, 16], OPERAND),)
+        q += i_b * q_b + first * Q_T + i_hk * q_h
+        k += i_b * k_b + first * K_T + i_hk * k_h
+        g += i_b * g_b + first * G_T + i_h.to(gl.int64) * g_h
+        _prefetch(q, rows, Q_T, KC, K)
+        _prefetch(k, rows, K_T, KC, K)
+        _prefetch(g, rows, G_T, KC, K)
+        _prefetch(dkg + i_ch * (C * K), C, K, KC, K)
+        _prefetch(dqg + i_ch * (C * K), C, K, KC, K)
+        _prefetch(dxs + i_ch * (C * K), C, K, KC, K)
+        w_q += i_ch * (C * C)
+        w_k += i_ch * (C * C)
+        row_norms += i_ch * (2 * C)
+        row_beta += i_ch * C
+        _stage_selections(terms_level, keeps_level, 0, KC)
+        _stage_selections(terms_side, keeps_side, 4, KC)
+        _stage_weights(w_q, w_k, off_q, off_k, lvl_q, lvl_k, KC)
+
+        r = gl.arange(0, 16, layout=_rows(ACC))
+        r_odd = gl.arange(0, 8, layout=_rows(_eight(KC))) * 2 + 1
+        p_norms, p_beta, p_diagonal = row_norms + r, row_beta + r, w_q + r * (C + 1)
+        p_odd, p_odd_q, p_odd_k = row_beta + r_odd, w_q + (r_odd * (C + 1) - 1), w_k + (r_odd * (C + 1) - 1)
+        r_mem = gl.arange(0, 16, layout=_rows(_mem(KC)))[None, :]
+        c_mem = gl.arange(0, KC, layout=_channels(_mem(KC)))[:, None]
+        lead = gl.arange(0, 4, layout=_rows(FOUR))[None, :] == 0  # one of the threads that share a channel
+        zero = gl.zeros([KC, 16], gl.float32, ACC)
+        none = gl.zeros([KC, 4], gl.float32, FOUR)
+        o_out = i_b * out_b + first * OUT_T + i_h * K
+        rate = 1.0
+        if GATE != "none":
+            rate = gl.exp2(gl.load(A_log + i_h) * LOG2_E)
+        for i_s in range(SLICES):
+            k0 = i_s * KC
+            left = K - k0
+            if K % KC == 0:
+                left = KC
+            m_mem = c_mem < left
+            p_q, p_k, p_g = (
+                (q + k0) + (r_mem * Q_T + c_mem),
+                (k + k0) + (r_mem * K_T + c_mem),
+                (g + k0) + (r_mem * G_T + c_mem),
+            )
+            at_out = (o_out + k0) + (r_mem * OUT_T + c_mem)
+            at_ws = (i_ch * (C * K) + k0) + (r_mem * K + c_mem)
+            bias = gl.zeros([KC, 16], gl.float32, ACC)
+            if dt_bias is not None:
+                bias = gl.load(dt_bias + i_h * K + k0 + o_c, mask=o_c < left, other=0.0)
+                bias = gl.convert_layout(bias, _channels(ACC))[:, None]
+
+            # decays and columns of all blocks
+            decays = ()  # of the four blocks
+            fluxes = ()  # of the state behind the chunk with columns before block m, up to block m
+            flux = none
+            for b in gl.static_range(4):
+                m = (r_mem + b * 16 < rows) & m_mem
+                raw_k = gl.load(p_k + b * 16 * K_T, mask=m, other=0.0)
+                raw_g = gl.load(p_g + b * 16 * G_T, mask=m, other=0.0)
+                raw_kg = gl.load(dkg + at_ws + b * 16 * K, mask=m_mem, other=0.0)
+                valid = gl.where(r + b * 16 < rows, 1.0, 0.0)[None, :]  # rows without a token do not decay
+                if GATE == "softplus":
+                    g2, d_raw = _gate(_to_acc(raw_g), bias, rate * valid, 0.0, GATE, WS == gl.float32)
+                else:
+                    g2, d_raw = _gate(_to_acc(raw_g), bias, rate, lower_bound * valid, GATE, WS == gl.float32)
+                terms = gl.maximum(g2, FLOOR_LOG2).to(TERM)
+                s_g[b].store(terms)
+                if GATE != "none":
+                    s_raw[b].store(d_raw)
+                terms = _as_left(terms, TERM)
+                p = gl.exp2(_select(terms, _right(_square(terms_side, UP_TO), KC), zero))
+                y = gl.exp2(_select(terms, _right(_square(terms_side, BEHIND), KC), zero))
+                t = _first_row(p) * _first_row(y)
+                b_k, _, _ = _normalised(raw_k, p_norms + (C + b * 16), 1.0, L2NORM)
+                b_ky = b_k * y
+                if b < 3:
+                    s_ky[b].store(b_ky.to(WS))
+                decays = decays + (t,)
+                fluxes = fluxes + (flux,)
+                flux = flux * t + _partial(b_ky * _to_acc(raw_kg))
+
+            # blocks, last first
+            behind = none + 1.0  # decay of the blocks behind this one
+            end = gl.load(ends + i_ch * K + k0 + o_c, mask=o_c < left, other=0.0)
+            end = gl.where(lead, end[:, None] + none, 0.0) * (decays[0] * decays[1]) * (decays[2] * decays[3])
+            straddles = (end, end, end, end)
+            s_bias = none
+            s_A = none
+            for b in gl.static_range(3, -1, -1):
+                m = (r_mem + b * 16 < rows) & m_mem
+                raw_q = gl.load(p_q + b * 16 * Q_T, mask=m, other=0.0)
+                raw_k = gl.load(p_k + b * 16 * K_T, mask=m, other=0.0)
+                h_q = _to_acc(gl.load(dqg + at_ws + b * 16 * K, mask=m_mem, other=0.0))
+                h_k = _to_acc(gl.load(dxs + at_ws + b * 16 * K, mask=m_mem, other=0.0))
+                h_c = _to_acc(gl.load(dkg + at_ws + b * 16 * K, mask=m_mem, other=0.0))
+                if GATE == "bounded":
+                    raw_g = gl.load(p_g + b * 16 * G_T, mask=m, other=0.0)
+                b_q, f_q, c_q = _normalised(raw_q, p_norms + b * 16, scale, L2NORM)
+                b_k, f_k, c_k = _normalised(raw_k, p_norms + (C + b * 16), 1.0, L2NORM)
+                beta = 1.0
+                if not BETA_SIGMOID:
+                    beta = gl.load(p_beta + b * 16)[None, :]
+                terms = _left(s_g[b])
+                p = gl.exp2(_select(terms, _right(_square(terms_side, UP_TO), KC), zero))
+                y = gl.exp2(_select(terms, _right(_square(terms_side, BEHIND), KC), zero))
+                b_qp = b_q * p
+                b_kp = b_k * p
+                if not BETA_SIGMOID:
+                    b_kp *= beta
+                if b > 0:
+                    s_qp[b - 1].store(b_qp.to(WS))
+                    s_kp[b - 1].store(b_kp.to(WS))
+
+                # rows of this block with what lies before it
+                passed = (none, none, none)
+                for n in gl.static_range(b):
+                    h_q *= _all_rows(decays[n])
+                    h_k *= _all_rows(decays[n])
+                    f = _partial(b_qp * h_q + b_kp * h_k)
+                    passed = (passed[0] * decays[n], passed[1] * decays[n], passed[2] * decays[n])
+                    if n == 0:
+                        passed = (f, passed[1], passed[2])
+                    elif n == 1:
+                        passed = (passed[0], f, passed[2])
+                    else:
+                        passed = (passed[0], passed[1], f)
+                    column = _left(s_ky[n])
+                    h_q = _mma(column, _right(_square(off_q.index(n), b).permute((1, 0)), KC), h_q)
+                    h_k = _mma(column, _right(_square(off_k.index(n), b).permute((1, 0)), KC), h_k)
+                straddle = straddles[b] + fluxes[b] * (decays[b] * behind)
+                straddles = (straddles[0] + passed[0], straddles[1] + passed[1], straddles[2] + passed[2], end)
+                behind *= decays[b]
+                d_g = zero + gl.convert_layout(gl.sum(straddle, 1), _channels(ACC))[:, None]
+                row = _as_left(b_qp * h_q + b_kp * h_k, WS)
+                d_g = _select(row, _right(_square(keeps_side, UP_TO), KC), d_g)
+                d_q = p * h_q
+                d_k = p * h_k
+                if not BETA_SIGMOID:
+                    k_d = b_k * d_k
+                    d_k *= beta
+
+                # columns of this block with what lies behind it
+                for n in gl.static_range(3, b, -1):
+                    h_c *= _all_rows(decays[n])
+                    h_c = _mma(_left(s_qp[n - 1]), _right(_square(off_q.index(b), n), KC), h_c)
+                    h_c = _mma(_left(s_kp[n - 1]), _right(_square(off_k.index(b), n), KC), h_c)
+                h_c *= y
+                d_k += h_c
+                d_g = _select(_as_left(b_k * h_c, WS), _right(_square(keeps_side, BEHIND), KC), d_g)
+
+                # pairs inside this block
+                upper = (r >= 8)[None, :]
+                d_q, d_k, d_g, x = _half_pairs(
+                    b_q, b_k, terms, _square(terms_level, 0), _square(keeps_level, 0), _square(lvl_q.index(0), b),
+                    _square(lvl_k.index(0), b), gl.where(upper, beta, 1.0), d_q, d_k, d_g, WS, BETA_SIGMOID,
+                )  # fmt: skip
+                if not BETA_SIGMOID:
+                    k_d += gl.where(upper, x, 0.0)
+                for n in gl.static_range(1, 3):
+                    upper = ((r // (8 >> n)) % 2 == 1)[None, :]
+                    d_q, d_k, d_g, x = _level_pairs(
+                        b_q, b_k, terms, _square(terms_level, n), _square(keeps_level, n), _square(lvl_q.index(n), b),
+                        _square(lvl_k.index(n), b), gl.where(upper, beta, 1.0), d_q, d_k, d_g, WS, BETA_SIGMOID,
+                    )  # fmt: skip
+                    if not BETA_SIGMOID:
+                        k_d += gl.where(upper, x, 0.0)
+                at = b * 16 * (C + 1)
+                terms = gl.convert_layout(terms, ACC)
+                b_odd = 1.0
+                if not BETA_SIGMOID:
+                    b_odd = gl.load(p_odd + b * 16)[None, :]
+                d_q, d_k, d_g, x = _neighbour_pairs(
+                    b_q, b_k, terms, gl.load(p_odd_q + at).to(gl.float32)[None, :],
+                    gl.load(p_odd_k + at).to(gl.float32)[None, :], b_odd, d_q, d_k, d_g, BETA_SIGMOID,
+                )  # fmt: skip
+                if not BETA_SIGMOID:
+                    k_d = gl.sum(_add_pairs(k_d, None, x), 0)
+                    gl.store(k_dk + (i_ch * SLICES + i_s) * C + b * 16 + r, k_d)
+                w_ii = gl.load(p_diagonal + at).to(gl.float32)[None, :]
+                d_q += w_ii * b_k
+                d_k += w_ii * b_q
+
+                # norm and gate
+                if L2NORM:
+                    d_q = d_q * f_q - b_q * c_q
+                    d_k = d_k * f_k - b_k * c_k
+                else:
+                    d_q *= scale
+                d_raw = d_g
+                if GATE != "none":
+                    d_raw = d_g * s_raw[b].load(ACC)
+                    s_bias += _partial(d_raw)
+                if GATE == "softplus":
+                    s_A += _partial(d_g * terms.to(gl.float32))
+                elif GATE == "bounded":
+                    s_A += _partial(d_raw * (_to_acc(raw_g) + bias))
+                at = at_out + b * 16 * OUT_T
+                gl.store(dq + at, _to_mem(d_q).to(dq.dtype.element_ty), mask=m)
+                gl.store(dk + at, _to_mem(d_k).to(dk.dtype.element_ty), mask=m)
+                gl.store(dg + at, _to_mem(d_raw).to(dg.dtype.element_ty), mask=m)
             if GATE != "none":
-                rate = tl.exp2(tl.load(A_log + i_h) * LOG2_E)
-            # Barriers: every step reads what other warps wrote in the step before it, or overwrites what they read.
-            _factors(p_q, p_k, p_g, p_norms, p_beta, tiles, fp32, p_bias, rate, rows, lower_bound, k0, scale,
-                     Q_T, K_T, G_T, K, KC, GATE, L2NORM)  # fmt: skip
-            tl.debug_barrier()
-            _products(dqg + o_state, dxs + o_state, dkg + o_state, w_q + i_ch * (C * C),
-                      w_k + i_ch * (C * C), tiles, words, fp32, k0, K, KC, PRECISION)  # fmt: skip
-            tl.debug_barrier()
-            _finish(p_q, p_k, p_g, p_norms, p_beta, pairs + i_ch * (C * 8), words, fp32, dq + o_out, dk + o_out,
-                    dg + o_out, k_dk + item * C, p_dA, p_dbias, p_bias, ends + i_ch * K + k0, rows, k0, scale,
-                    Q_T, K_T, G_T, HV * K, K, KC, GATE, L2NORM, BETA_SIGMOID)  # fmt: skip
-            tl.debug_barrier()
-        elif GATE != "none":  # a chunk without tokens
-            c1 = tl.arange(0, KC)
-            tl.store(p_dA, 0.0)
-            tl.store(p_dbias + c1, tl.zeros([KC], tl.float32), mask=k0 + c1 < K)
+                if GATE == "softplus":
+                    s_A *= LN_2
+                gl.store(dA + i_ch * SLICES + i_s, gl.sum(gl.sum(s_A, 1), 0))
+                gl.store(dbias + i_ch * K + k0 + o_c, gl.sum(s_bias, 1), mask=o_c < left)
+    elif GATE != "none":  # a chunk without tokens
+        for i_s in range(SLICES):
+            gl.store(dA + i_ch * SLICES + i_s, 0.0)
+            gl.store(dbias + i_ch * K + i_s * KC + o_c, o_c * 0.0, mask=o_c < K - i_s * KC)

@@ -4,6 +4,8 @@ Names as there:
 
     X = A^T dVn     dv = b * X     dAqk = tril(dO Vn^T)     dL = -stril(X Vn^T)
     dQg = dO S^T    dXs = -X S^T   dKg = Vn dS'^T           end = sum_e S dS'
+
+Where a sigmoid made beta, dL and dXs are of b * X: the keys kernel wants them times b.
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportCallIssue=false
@@ -18,22 +20,27 @@ import triton.language as tl
 from openkda import frameworks
 from openkda.kda.kernels import tuning
 from openkda.kda.kernels.common import Activations, locate_chunk, sigmoid
-from openkda.kda.kernels.gradients_keys import _pack64
 from openkda.kda.kernels.launch import launch
 from openkda.kda.kernels.tables import CHUNK, Layout
 
-RESULTS = ("dqg", "dxs", "dkg", "ends", "w_q", "w_k", "pairs", "row_norms", "row_beta")
+RESULTS = ("dqg", "dxs", "dkg", "ends", "w_q", "w_k", "row_norms", "row_beta")
+
+
+@triton.jit
+def _pack64(low, high):
+    """Two fp32 in an int64: one load where every lane wants both."""
+    low, high = low.to(tl.int32, bitcast=True).to(tl.int64), high.to(tl.int32, bitcast=True).to(tl.int64)
+    return (low & 0xFFFFFFFF) | (high << 32)
 
 
 @triton.jit(do_not_specialize=["T"])
 def _values_bwd_kernel(
     v, beta, do, a, aqk, qg, v_new, dv_new, states, dstates, norms,
-    x, dqg, dxs, dkg, ends, w_q, w_k, pairs, row_norms, row_beta, dv, dbeta, chunks,
+    x, dqg, dxs, dkg, ends, w_q, w_k, row_norms, row_beta, dv, dbeta, chunks,
     T, scale, beta_scale,
     v_b, v_t, v_h, b_b, b_t, b_h, do_b, do_t, do_h, dv_b, db_b,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     L2NORM: tl.constexpr, BETA_SIGMOID: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-    PAIRS: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = 64
     WS: tl.constexpr = x.dtype.element_ty
@@ -76,20 +83,18 @@ def _values_bwd_kernel(
             b_x = tl.dot(b_at, b_dvn, input_precision=PRECISION)
             x_v += tl.sum(b_x * b_v.to(tl.float32), 1)
             x_vn += tl.sum(b_x * b_vn.to(tl.float32), 1)
-            b_xw = b_x.to(WS)
+            b_dv = b_x * b[:, None]
+            if BETA_SIGMOID:
+                b_xw = b_dv.to(WS)
+            else:
+                b_xw = b_x.to(WS)
             dw_q = tl.dot(b_do, tl.trans(b_vn), dw_q, input_precision=PRECISION)
             dw_k = tl.dot(b_xw, tl.trans(b_vn), dw_k, input_precision=PRECISION)
             tl.store(x + value + o_v_, b_xw, mask=m_v)
-            tl.store(p_dv + o_v_, (b_x * b[:, None]).to(dv.dtype.element_ty), mask=m)
+            tl.store(p_dv + o_v_, b_dv.to(dv.dtype.element_ty), mask=m)
 
-        if PAIRS:  # inside 8 rows in fp32, the others as operands
-            below = (i // 8) > (j // 8)
-            tl.store(w_q + square, tl.where(below, dw_q, 0.0).to(WS))
-            tl.store(w_k + square, tl.where(below, -dw_k, 0.0).to(WS))
-            tl.store(pairs + i_ch * (C * 8) + i * 8 + (j % 8), _pack64(dw_q, -dw_k), mask=(i // 8 == j // 8) & (j <= i))
-        else:
-            tl.store(w_q + square, tl.where(j <= i, dw_q, 0.0).to(WS))
-            tl.store(w_k + square, tl.where(j < i, -dw_k, 0.0).to(WS))
+        tl.store(w_q + square, tl.where(j <= i, dw_q, 0.0).to(WS))
+        tl.store(w_k + square, tl.where(j < i, -dw_k, 0.0).to(WS))
         q_dq = tl.zeros([C], tl.float32)
         if L2NORM:
             q_dq += tl.sum(tl.load(aqk + square).to(tl.float32) * tl.where(i >= j, dw_q, 0.0), 1)
@@ -162,7 +167,7 @@ def values_bwd(
     """
     fw = frameworks.of(a)
     NC, HV, K, V = (int(n) for n in states.shape)
-    flags = {"L2NORM": act.l2norm, "BETA_SIGMOID": act.beta_sigmoid, "PACKED": layout.packed, "PAIRS": "pairs" in work}
+    flags = {"L2NORM": act.l2norm, "BETA_SIGMOID": act.beta_sigmoid, "PACKED": layout.packed}
     if hopper and (module := _hopper(a, v, do, dv)) is not None:
         module.values_bwd(
             v=v, beta=beta, do=do, a=a, aqk=aqk, qg=qg, v_new=v_new, dv_new=dv_new, states=states, dstates=dstates,
@@ -171,7 +176,7 @@ def values_bwd(
         )  # fmt: skip
         return
     x = fw.empty((NC, HV, CHUNK, V), like=a)
-    results = (work[n] if n in work else None for n in RESULTS)
+    results = (work[n] for n in RESULTS)
     with fw.on_device(a):
         launch(
             _values_bwd_kernel, NC * HV,

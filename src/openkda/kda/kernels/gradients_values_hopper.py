@@ -126,9 +126,9 @@ def _load(
 @gluon.jit
 def _chain(
     items, T, HV, chunks, scale, beta_scale, beta, b_b, b_t, b_h, norms, dv, dv_desc, dqg_desc, dxs_desc, dkg_desc,
-    wq_desc, wk_desc, pairs, ends, row_norms, row_beta, dbeta, db_b,
+    wq_desc, wk_desc, ends, row_norms, row_beta, dbeta, db_b,
     a_buf, dvn_buf, v_buf, vn_buf, do_buf, aqk_buf, ds_buf, s_buf, qg_buf, out, w_buf, full, empty,
-    L2NORM: gl.constexpr, BETA_SIGMOID: gl.constexpr, PACKED: gl.constexpr, PAIRS: gl.constexpr,
+    L2NORM: gl.constexpr, BETA_SIGMOID: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])  # fp32 [C, D]
     acc_c: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])  # fp32 [C, C]
@@ -167,7 +167,6 @@ def _chain(
             x = warpgroup_mma(a_buf.permute((1, 0)), dvn_buf, zeros, use_acc=False, is_async=True)
             x = warpgroup_mma_wait(0, deps=[x])
             mbarrier.arrive(empty.index(AT), count=1)
-            x_ws = x.to(gl.bfloat16)
 
             # dv = b X; rows behind the sequence may hold anything, NaN too: they are selected away
             mbarrier.wait(full.index(VALUES), ready)
@@ -175,6 +174,10 @@ def _chain(
             mbarrier.arrive(empty.index(VALUES), count=1)
             x_v = gl.where(valid, gl.sum(x * b_v.to(gl.float32), 1), 0.0)
             b_dv = x * b[:, None]
+            if BETA_SIGMOID:
+                x_ws = b_dv.to(gl.bfloat16)
+            else:
+                x_ws = x.to(gl.bfloat16)
             if rows == C:
                 _send(out, 4 * n, b_dv, dv_desc, token, i_h * D)
             else:
@@ -199,14 +202,8 @@ def _chain(
             mbarrier.wait(full.index(AFTER), ready)
             s_c = warpgroup_mma(vn_buf, ds_buf.permute((1, 0)), zeros, use_acc=False, is_async=True)
             tma.store_wait(2)
-            if PAIRS:
-                w_buf.index(0).store(gl.where(i // 8 > j // 8, dw_q, 0.0).to(gl.bfloat16))
-                w_buf.index(1).store(gl.where(i // 8 > j // 8, -dw_k, 0.0).to(gl.bfloat16))
-                p_pairs = pairs + i_ch * (C * 8) + i * 8 + (j % 8)
-                gl.store(p_pairs, _pack64(dw_q, -dw_k), mask=(i // 8 == j // 8) & (j <= i))
-            else:
-                w_buf.index(0).store(gl.where(j <= i, dw_q, 0.0).to(gl.bfloat16))
-                w_buf.index(1).store(gl.where(j < i, -dw_k, 0.0).to(gl.bfloat16))
+            w_buf.index(0).store(gl.where(j <= i, dw_q, 0.0).to(gl.bfloat16))
+            w_buf.index(1).store(gl.where(j < i, -dw_k, 0.0).to(gl.bfloat16))
             fence_async_shared()
             tma.async_copy_shared_to_global(wq_desc, [item * C, 0], w_buf.index(0))
             tma.async_copy_shared_to_global(wk_desc, [item * C, 0], w_buf.index(1))
@@ -261,9 +258,9 @@ def _chain(
 def _values_bwd_hopper_kernel(
     a_desc, dvn_desc, v_desc, vn_desc, do_desc, aqk_desc, ds_desc, s_desc, qg_desc,
     dv_desc, dqg_desc, dxs_desc, dkg_desc, wq_desc, wk_desc,
-    beta, norms, dv, pairs, ends, row_norms, row_beta, dbeta, chunks,
+    beta, norms, dv, ends, row_norms, row_beta, dbeta, chunks,
     items, T, HV, scale, beta_scale, b_b, b_t, b_h, db_b,
-    L2NORM: gl.constexpr, BETA_SIGMOID: gl.constexpr, PACKED: gl.constexpr, PAIRS: gl.constexpr,
+    L2NORM: gl.constexpr, BETA_SIGMOID: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     a_buf = gl.allocate_shared_memory(gl.bfloat16, [C, C], a_desc.layout)
     dvn_buf = gl.allocate_shared_memory(gl.bfloat16, [C, D], dvn_desc.layout)
@@ -284,9 +281,9 @@ def _values_bwd_hopper_kernel(
     fence_async_shared()  # the TMA must see initialised barriers
     gl.warp_specialize([
         (_chain, (items, T, HV, chunks, scale, beta_scale, beta, b_b, b_t, b_h, norms, dv, dv_desc, dqg_desc, dxs_desc,
-                  dkg_desc, wq_desc, wk_desc, pairs, ends, row_norms, row_beta, dbeta,
+                  dkg_desc, wq_desc, wk_desc, ends, row_norms, row_beta, dbeta,
                   db_b, a_buf, dvn_buf, v_buf, vn_buf, do_buf, aqk_buf, ds_buf, s_buf, qg_buf, out, w_buf, full, empty,
-                  L2NORM, BETA_SIGMOID, PACKED, PAIRS)),
+                  L2NORM, BETA_SIGMOID, PACKED)),
         (_load, (items, T, HV, chunks, a_desc, dvn_desc, v_desc, vn_desc, do_desc, aqk_desc, ds_desc, s_desc, qg_desc,
                  a_buf, dvn_buf, v_buf, vn_buf, do_buf, aqk_buf, ds_buf, s_buf, qg_buf, full, empty, L2NORM, PACKED)),
     ], [1], [40])  # fmt: skip  # warps, then registers a thread, of load
@@ -318,7 +315,7 @@ def values_bwd(
             _workspace(dstates, 128, 128), _workspace(states, 128, 128), _workspace(qg, 128),
             _token_tiles(dv, 128), *(_workspace(work[n], 128) for n in ("dqg", "dxs", "dkg")),
             *(_workspace(work[n], CHUNK) for n in ("w_q", "w_k")),
-            beta, norms, dv, work.get("pairs"), work["ends"], work["row_norms"], work["row_beta"], dbeta, layout.chunks,
+            beta, norms, dv, work["ends"], work["row_norms"], work["row_beta"], dbeta, layout.chunks,
             NC * HV, layout.T, HV, float(scale), float(beta_scale), *(int(s) for s in fw.strides(beta)[:3]),
             int(fw.strides(dbeta)[0]),
             **flags, num_warps=4,

@@ -23,8 +23,8 @@ def _row(BV: int, num_warps: int, num_stages: int, TMA: bool = False) -> dict[st
     return {"BV": BV, "num_warps": num_warps, "num_stages": num_stages, "TMA": TMA}
 
 
-def _gradients(BV: int, programs: int, **options: int) -> dict[str, Any]:
-    return {"BK": 64, "BV": BV, "KC": 32, "PROGRAMS": programs, "num_warps": 4, **options}
+def _gradients(BV: int, **options: int) -> dict[str, Any]:
+    return {"BK": 64, "BV": BV, "KC": 64, **options}
 
 
 TABLES: dict[str, dict[int, list[Row]]] = {
@@ -63,12 +63,12 @@ TABLES: dict[str, dict[int, list[Row]]] = {
         ],  # 4 programs a multiprocessor
         100: [(ANY, {"BK": 32, "BV": 128, "num_warps": 4, "num_stages": 1})],
     },
-    # BK, BV: of the values kernel. KC: channels of a program of the keys kernel; PROGRAMS of them run at a time.
+    # BK, BV: of the values kernel. KC: channels that a program of the keys kernel takes at a time, 16 a warp.
     "gradients_bwd": {
-        80: [(ANY, _gradients(64, 432))],
-        89: [(ANY, _gradients(32, 512))],
-        90: [(ANY, _gradients(64, 396, maxnreg=168))],
-        100: [(ANY, _gradients(64, 592))],
+        80: [(ANY, _gradients(64))],
+        89: [(ANY, _gradients(32))],
+        90: [(ANY, _gradients(64))],
+        100: [(ANY, _gradients(64))],
     },
     # States pass by once: what counts is bytes in flight and long rows, [K, 32] and [8, K]. One warp a program needs no
     # barriers. The same at any size: a step has the same bits in any batch.
