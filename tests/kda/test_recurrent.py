@@ -294,14 +294,14 @@ def test_a_call_like_one_that_passed_is_still_checked_where_it_differs(monkeypat
     inputs = testing.make_inputs(B=2, T=1, dtype="float32", gate="given")
     call = {"initial_state": torch.zeros(4, 2, 16, 16), "state_indices": torch.tensor([0, 1])}
     recurrent_kda(*inputs.args, **call)
-    with pytest.raises(TypeError, match="^recurrent_kda: initial_state must have dtype"):
+    with pytest.raises(TypeError, match=r"^recurrent_kda: initial_state must have dtype"):
         recurrent_kda(*inputs.args, **call | {"initial_state": call["initial_state"].half()})
-    with pytest.raises(ValueError, match="^recurrent_kda: state_indices must have shape"):
+    with pytest.raises(ValueError, match=r"^recurrent_kda: state_indices must have shape"):
         recurrent_kda(*inputs.args, **call | {"state_indices": torch.tensor([0])})
-    with pytest.raises(ValueError, match="^recurrent_kda: q must not need a gradient"):
+    with pytest.raises(ValueError, match=r"^recurrent_kda: q must not need a gradient"):
         recurrent_kda(inputs.q.clone().requires_grad_(), *inputs.args[1:], **call)
-    with pytest.raises(TypeError, match="^recurrent_kda: output_final_state must be a bool"):
+    with pytest.raises(TypeError, match=r"^recurrent_kda: output_final_state must be a bool"):
         recurrent_kda(*inputs.args, **call, output_final_state=1)
     monkeypatch.setenv("OPENKDA_CHECK", "1")
-    with pytest.raises(ValueError, match="^recurrent_kda: state_indices must be below the pool's 4 slots, got 4"):
+    with pytest.raises(ValueError, match=r"^recurrent_kda: state_indices must be below the pool's 4 slots, got 4"):
         recurrent_kda(*inputs.args, **call | {"state_indices": torch.tensor([0, 4])})
