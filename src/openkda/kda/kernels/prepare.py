@@ -397,6 +397,10 @@ def _settings(stage: str, q: Any, v: Any, act: Activations, layout: Layout, tile
     width = max(16, triton.next_power_of_2(K))
     settings["BK"] = min(settings["BK"], width)
     settings["BV"] = min(settings["BV"], max(width, triton.next_power_of_2(V)))
+    if stage == "recompute_fwd" and settings["BK"] >= K:
+        # ptxas 12.8 (of Triton 3.6) derives the operands of W from a register that nobody wrote where the products for U
+        # and for W differ in width and none of them is in a loop
+        settings["BV"] = settings["BK"]
     fp32 = dtype == "float32"
     if fp32:
         settings.pop("maxnreg", None)
@@ -404,6 +408,8 @@ def _settings(stage: str, q: Any, v: Any, act: Activations, layout: Layout, tile
     settings |= {"GATE": act.gate, "L2NORM": act.l2norm, "BETA_SIGMOID": act.beta_sigmoid}
     settings |= {"TERM": tl.float32 if fp32 else tl.float16, "PRECISION": "tf32x3" if fp32 else "tf32"}
     if stage == "prepare_fwd":
+        if fp32:  # 32 channels a slice spill 5 KB a thread, and gave wrong diagonal blocks on sm_90
+            settings["BK"] = 16
         small = act.l2norm or dtype == "float16"  # scores cannot leave the range of fp16
         settings["OPERAND"] = tl.float32 if fp32 else tl.float16 if small else tl.bfloat16
         settings["INVERSE"] = tl.float16 if small and not fp32 else tl.float32
