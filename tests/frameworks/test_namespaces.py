@@ -26,6 +26,7 @@ def test_paddle_has_what_torch_has():
 
 #: What is for one library by name, and may import it.
 ONE_LIBRARY = (
+    "bench",
     "cli",
     "frameworks/torch.py",
     "frameworks/paddle.py",

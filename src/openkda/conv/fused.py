@@ -112,8 +112,8 @@ class CausalConv1dBackward:
         if any(wanted[:3]):
             if not wanted[0]:
                 dx = fw.empty(fw.shape(x), like=x)  # the pass makes it in any case
-            sums = {"dweight": dweight if wanted[1] else None, "dbias": dbias if wanted[2] else None}
-            backward.conv_bwd(**common, dx=dx, **sums)
+            dweight, dbias = dweight if wanted[1] else None, dbias if wanted[2] else None
+            backward.conv_bwd(**common, dx=dx, dweight=dweight, dbias=dbias)
         if wanted[3]:
             backward.initial_state_bwd(**common, dinitial_state=dinitial)
         return grads

@@ -35,7 +35,7 @@ class _Kept(NamedTuple):
     layout: tuple[int, ...]  # strides of the result
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int  # from where the result begins
+    offset: Any  # from where the result begins
 
 
 def recomputed(*recipes: Recipe) -> AbstractContextManager[Any]:
@@ -46,7 +46,7 @@ def recomputed(*recipes: Recipe) -> AbstractContextManager[Any]:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return nullcontext()
     known = {_memory(recipe.result): recipe for recipe in recipes if _memory(recipe.result)}
-    outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
     keep, give = outer or (_same, _same)
 
     def pack(x: Tensor) -> Any:
