@@ -22,21 +22,37 @@ from __future__ import annotations
 
 from typing import Any
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-
 from openkda import frameworks
-from openkda.kda.kernels.common import as_matrix, is_matrix
+from openkda.kda.kernels.common import INTERPRETED, as_matrix, is_matrix
 from openkda.kda.kernels.launch import launch
 from openkda.kda.kernels.scan_hopper import C, D, _token_tiles, _workspace
 from openkda.kda.kernels.tables import CHUNK, Layout
+
+if INTERPRETED:
+    import triton
+    import triton.language as tl  # noqa: F401  # the interpreter looks for it here
+
+    from openkda.kda.kernels import gluon_interpreted as gl
+    from openkda.kda.kernels.gluon_interpreted import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+
+    jit = triton.jit
+else:
+    from triton.experimental.gluon import jit
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 # Barriers, in the order in which tiles come: A and dVn, v, Vn, dO, Aqk, dS', S, Qg
@@ -44,7 +60,7 @@ AT, VALUES, WRITTEN, OUTPUTS, SCORES, AFTER, BEFORE, QUERIES = (gl.constexpr(i) 
 
 
 # ---------------------------------------------------------------- device helpers
-@gluon.jit
+@jit
 def _place(chunks, item, T, HV, PACKED: gl.constexpr):
     """Of an item: head, first token among all, valid rows (0 .. C)."""
     i_c, i_h = item // HV, item % HV
@@ -56,13 +72,13 @@ def _place(chunks, item, T, HV, PACKED: gl.constexpr):
     return i_h, i_b * T + start, gl.minimum(T - start, C)
 
 
-@gluon.jit
+@jit
 def _pack64(low, high):
     low, high = low.to(gl.int32, bitcast=True).to(gl.int64), high.to(gl.int32, bitcast=True).to(gl.int64)
     return (low & 0xFFFFFFFF) | (high << 32)
 
 
-@gluon.jit
+@jit
 def _send(out, m, value, desc, row, column):
     """Result number m on its way to global memory. Its buffer was last used by number m - 3: that one has left."""
     tma.store_wait(2)
@@ -72,7 +88,7 @@ def _send(out, m, value, desc, row, column):
     tma.async_copy_shared_to_global(desc, [row, column], buffer)
 
 
-@gluon.jit
+@jit
 def _store_rows(buffer, p, stride, rows):
     """The first rows of a tile [C, D], through pointers: those behind them belong to others."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])  # 16 bytes a lane
@@ -82,7 +98,7 @@ def _store_rows(buffer, p, stride, rows):
 
 
 # ---------------------------------------------------------------- the two kinds of warps
-@gluon.jit
+@jit
 def _load(
     items, T, HV, chunks, a_desc, dvn_desc, v_desc, vn_desc, do_desc, aqk_desc, ds_desc, s_desc, qg_desc,
     a_buf, dvn_buf, v_buf, vn_buf, do_buf, aqk_buf, ds_buf, s_buf, qg_buf, full, empty,
@@ -123,7 +139,7 @@ def _load(
             n += 1
 
 
-@gluon.jit
+@jit
 def _chain(
     items, T, HV, chunks, scale, beta_scale, beta, b_b, b_t, b_h, norms, dv, dv_desc, dqg_desc, dxs_desc, dkg_desc,
     wq_desc, wk_desc, ends, row_norms, row_beta, dbeta, db_b,
@@ -146,7 +162,7 @@ def _chain(
         i_h, token, rows = _place(chunks, item, T, HV, PACKED)
         if rows > 0:
             ready = n & 1
-            i_ch = item.to(gl.int64)
+            i_ch = gl.cast(item, gl.int64)
             i_b = 0
             if not PACKED:
                 i_b = item // HV // ((T + C - 1) // C)
@@ -254,7 +270,7 @@ def _chain(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["items", "T", "HV"])
+@jit(do_not_specialize=["items", "T", "HV"])
 def _values_bwd_hopper_kernel(
     a_desc, dvn_desc, v_desc, vn_desc, do_desc, aqk_desc, ds_desc, s_desc, qg_desc,
     dv_desc, dqg_desc, dxs_desc, dkg_desc, wq_desc, wk_desc,

@@ -22,23 +22,41 @@ from __future__ import annotations
 
 from typing import Any
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-
 from openkda import frameworks
+from openkda.kda.kernels.common import INTERPRETED
 from openkda.kda.kernels.gradients_values_hopper import _place
 from openkda.kda.kernels.launch import launch
 from openkda.kda.kernels.recompute_hopper import FLOOR_LOG2, LOG2_E, NORM_EPS, _decay_log2, takes
 from openkda.kda.kernels.scan_hopper import C, D, _token_tiles, _workspace
 from openkda.kda.kernels.tables import CHUNK, Layout
+
+if INTERPRETED:
+    import triton
+    import triton.language as tl  # noqa: F401  # the interpreter looks for it here
+
+    from openkda.kda.kernels import gluon_interpreted as gl
+    from openkda.kda.kernels.gluon_interpreted import (
+        fence_async_shared,
+        mbarrier,
+        mma_v2,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+
+    jit = triton.jit
+else:
+    from triton.experimental.gluon import jit
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+
 
 __all__ = ["prepare_fwd", "takes"]
 
@@ -67,19 +85,19 @@ PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 # ---------------------------------------------------------------- pieces
-@gluon.jit
+@jit
 def _times(x, y):
     """x * y, in fp16, two products an instruction."""
     return gl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.float16, True, 2)
 
 
-@gluon.jit
+@jit
 def _half(x):
     """fp32 to fp16, two numbers an instruction."""
     return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.float16, True, 2)
 
 
-@gluon.jit
+@jit
 def _halves(x, layout: gl.constexpr):
     """Channels of [4, 16, N]: the first half and the second."""
     N: gl.constexpr = x.shape[2]
@@ -87,7 +105,7 @@ def _halves(x, layout: gl.constexpr):
     return gl.convert_layout(low, layout), gl.convert_layout(high, layout)
 
 
-@gluon.jit
+@jit
 def _quarters(x, layout: gl.constexpr):
     low, high = _halves(x, layout)
     a, b = _halves(low, layout)
@@ -95,38 +113,38 @@ def _quarters(x, layout: gl.constexpr):
     return (a, b, c, d)
 
 
-@gluon.jit
+@jit
 def _joined(x):
     """Two pieces [4, 16, N] -> [4, 16, 2 N]"""
     N: gl.constexpr = x[0].shape[2]
     return gl.convert_layout(gl.join(x[0], x[1]).permute((0, 1, 3, 2)).reshape([4, 16, 2 * N]), BLOCKS)
 
 
-@gluon.jit
+@jit
 def _matrix(x, layout: gl.constexpr):
     """[4, 16, N] -> [64, N]"""
     return gl.convert_layout(x.reshape([64, x.shape[2]]), layout)
 
 
-@gluon.jit
+@jit
 def _columns(x):
     """Rows [4, 16, N] as the columns [4, N, 16] of a product."""
     return gl.convert_layout(x.permute((0, 2, 1)), RHS)
 
 
-@gluon.jit
+@jit
 def _product(x, y, acc):
     """acc + x y for blocks; x in the places of a result."""
     return mma_v2(gl.convert_layout(x, LHS), y, acc)
 
 
-@gluon.jit
+@jit
 def _exponents(keep, terms):
     """sum over s of keep[.., i, s] terms[.., s, :], fp32"""
     return mma_v2(keep, terms, gl.zeros([4, 16, terms.shape[2]], gl.float32, BLOCKS))
 
 
-@gluon.jit
+@jit
 def _row_products(x, y, diagonal):
     """sum_d x[i, d] y[i, d], [4, 16]: the diagonal of a product."""
     z = gl.zeros([4, 16, 16], gl.float32, BLOCKS)
@@ -135,7 +153,7 @@ def _row_products(x, y, diagonal):
     return gl.sum(gl.where(diagonal, z, 0.0), 2)
 
 
-@gluon.jit
+@jit
 def _normalised(x, norm):
     results = ()
     for c in gl.static_range(4):
@@ -143,7 +161,7 @@ def _normalised(x, norm):
     return results
 
 
-@gluon.jit
+@jit
 def _square_product(x, y, acc: gl.constexpr):
     """x y, [64, 64]; x in registers, y in shared memory"""
     zeros = gl.zeros([C, C], gl.float32, acc)
@@ -151,7 +169,7 @@ def _square_product(x, y, acc: gl.constexpr):
     return warpgroup_mma_wait(0, deps=[z])
 
 
-@gluon.jit
+@jit
 def _send(buffer, value, desc, row):
     buffer.store(value)
     fence_async_shared()
@@ -159,7 +177,7 @@ def _send(buffer, value, desc, row):
 
 
 # ---------------------------------------------------------------- steps
-@gluon.jit
+@jit
 def _decays(g_buf, bias_at, speed, rows, lower_bound, sums, tables, decay, GATE: gl.constexpr):
     """log2 decays in fp16 as second operands of products of blocks; sums over blocks, in fp32, become `tables`.
 
@@ -196,20 +214,20 @@ def _decays(g_buf, bias_at, speed, rows, lower_bound, sums, tables, decay, GATE:
     return gl.convert_layout(_half(b_g).reshape([4, 16, D]), RHS)
 
 
-@gluon.jit
+@jit
 def _table(tables, which: gl.constexpr, c: gl.constexpr):
     """Piece c of a table, [4, 1, PIECE]."""
     x = tables.slice(4 * which, 4, 0).slice(PIECE * c, PIECE, 1).load(gl.SliceLayout(1, BLOCKS))
     return gl.expand_dims(x, 1)
 
 
-@gluon.jit
+@jit
 def _factor(tables, which: gl.constexpr, c: gl.constexpr):
     """The same in fp16, for all rows of a block."""
     return _half(_table(tables, which, c)).broadcast_to([4, 16, PIECE])
 
 
-@gluon.jit
+@jit
 def _inner_scores(q, k, terms, i, s):
     """Scores of pairs within blocks, [4, 16, 16], level by level; k's are symmetric."""
     sq = gl.zeros([4, 16, 16], gl.float32, BLOCKS)
@@ -232,19 +250,19 @@ def _inner_scores(q, k, terms, i, s):
     return sq, sk
 
 
-@gluon.jit
+@jit
 def _select_level(i, s, level):
     """Which rows s add to the exponent of row i at a level, as `common.select_level`, h = 2^level."""
     return (i >> level == s >> level) & ((s <= i) == ((i >> level) % 2 == 1))
 
 
-@gluon.jit
+@jit
 def _of_level(pair, level: gl.constexpr):
     """The highest set bit of i ^ s is the level at which rows i and s meet."""
     return pair >> level == 1
 
 
-@gluon.jit
+@jit
 def _clear_tail(buffer, rows):
     """Rows behind the last token become zeros: they belong to others, or are NaN."""
     r = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS))
@@ -252,12 +270,12 @@ def _clear_tail(buffer, rows):
     buffer.store(gl.where((r < rows)[:, None], x, gl.zeros_like(x)))
 
 
-@gluon.jit
+@jit
 def _all_blocks(keep):
     return gl.where(keep, gl.full([4, 16, 16], 1.0, gl.float16, LHS), gl.full([4, 16, 16], 0.0, gl.float16, LHS))
 
 
-@gluon.jit
+@jit
 def _inner_inverse(n, n_t, pair):
     """(I + N)^-1 within blocks, and that of N^T: X_2h = X_h - X_h N_h X_h."""
     x = gl.where(pair == 0, 1.0, gl.where(pair == 1, -n, 0.0))
@@ -275,7 +293,7 @@ def _inner_inverse(n, n_t, pair):
     return x
 
 
-@gluon.jit
+@jit
 def _outer_scores(rows, col, tables):
     """Scores of rows [64, 2 x 64] with columns of lower blocks: one tile [64, 16] a column block, m = 0, 1, 2.
 
@@ -303,7 +321,7 @@ def _outer_scores(rows, col, tables):
     return z0, z1, z2, y0, y1
 
 
-@gluon.jit
+@jit
 def _apply(rows, tables, which: gl.constexpr, half: gl.constexpr):
     """Rows [4, 16, 64] times a table's factors, in fp16."""
     low, high = _halves(rows, BLOCKS)
@@ -312,7 +330,7 @@ def _apply(rows, tables, which: gl.constexpr, half: gl.constexpr):
     return _joined((low, high))
 
 
-@gluon.jit
+@jit
 def _assemble(diagonal, z, block):
     """[64, 64] from tiles of column blocks; block: of a row, [64, 1]."""
     z0, z1, z2, y0, y1 = z
@@ -326,7 +344,7 @@ def _assemble(diagonal, z, block):
 
 
 # ---------------------------------------------------------------- the kernel
-@gluon.jit(do_not_specialize=["T", "HV", "group"])
+@jit(do_not_specialize=["T", "HV", "group"])
 def _prepare_fwd_hopper_kernel(
     q_desc, k_desc, v_desc, g_desc, w_desc, u_desc, kg_desc, qg_desc, aqk_desc, a_desc,
     beta, A_log, dt_bias, decay, norms, chunks, T, HV, group, scale, lower_bound, beta_scale, b_b, b_t, b_h,
@@ -344,7 +362,7 @@ def _prepare_fwd_hopper_kernel(
     item = gl.program_id(0)
     i_h, token, rows = _place(chunks, item, T, HV, PACKED)
     if rows > 0:
-        i_ch = item.to(gl.int64)
+        i_ch = gl.cast(item, gl.int64)
         i_hk = i_h // group
         mbarrier.expect(bars.index(0), 2 * C * D)
         tma.async_copy_global_to_shared(g_desc, [token, i_h * D], bars.index(0), tiles.index(2))

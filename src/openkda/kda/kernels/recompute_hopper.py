@@ -23,22 +23,38 @@ from __future__ import annotations
 
 from typing import Any
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-
 from openkda import frameworks
-from openkda.kda.kernels.common import is_matrix
+from openkda.kda.kernels.common import INTERPRETED, is_matrix
 from openkda.kda.kernels.gradients_values_hopper import _place
 from openkda.kda.kernels.launch import launch
 from openkda.kda.kernels.scan_hopper import C, D, _token_tiles, _workspace
 from openkda.kda.kernels.tables import CHUNK, Layout
+
+if INTERPRETED:
+    import triton
+    import triton.language as tl  # noqa: F401  # the interpreter looks for it here
+
+    from openkda.kda.kernels import gluon_interpreted as gl
+    from openkda.kda.kernels.gluon_interpreted import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+
+    jit = triton.jit
+else:
+    from triton.experimental.gluon import jit
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 FLOOR_LOG2 = gl.constexpr(-4096.0)
@@ -47,7 +63,7 @@ GATES, ROWS, VALUES = (gl.constexpr(2 * i) for i in range(3))  # barriers of g; 
 
 
 # ---------------------------------------------------------------- device helpers
-@gluon.jit
+@jit
 def _decay_log2(raw, bias, rate, bound, GATE: gl.constexpr):
     """`common.decay_log2`, which says how."""
     if GATE == "softplus":
@@ -67,7 +83,7 @@ def _decay_log2(raw, bias, rate, bound, GATE: gl.constexpr):
         return raw * LOG2_E
 
 
-@gluon.jit
+@jit
 def _send(out, m, value, desc, row):
     """Result number m on its way to global memory. Its buffer was last used by number m - 3: that one has left."""
     tma.store_wait(2)
@@ -77,7 +93,7 @@ def _send(out, m, value, desc, row):
     tma.async_copy_shared_to_global(desc, [row, 0], buffer)
 
 
-@gluon.jit
+@jit
 def _exponents(keep, terms, acc: gl.constexpr):
     """sum over s of keep[i, s] terms[s, :], fp32"""
     zeros = gl.zeros([C, D], gl.float32, acc)
@@ -86,7 +102,7 @@ def _exponents(keep, terms, acc: gl.constexpr):
 
 
 # ---------------------------------------------------------------- the two kinds of warps
-@gluon.jit
+@jit
 def _load(
     items, T, HV, group, chunks, q_desc, k_desc, v_desc, g_desc, a_desc, q_ring, k_ring, v_ring, g_ring, a_ring,
     full, empty, PACKED: gl.constexpr,
@@ -111,7 +127,7 @@ def _load(
             n += 1
 
 
-@gluon.jit
+@jit
 def _chain(
     items, T, HV, chunks, scale, lower_bound, beta_scale, beta, b_b, b_t, b_h, A_log, dt_bias, decay, norms,
     w_desc, u_desc, kg_desc, qg_desc, q_ring, k_ring, v_ring, g_ring, a_ring, terms, kd, out, full, empty,
@@ -130,7 +146,7 @@ def _chain(
         i_h, token, rows = _place(chunks, item, T, HV, PACKED)
         if rows > 0:
             slot, ready = n % 2, (n // 2) & 1
-            i_ch = item.to(gl.int64)
+            i_ch = gl.cast(item, gl.int64)
             i_b = 0
             if not PACKED:
                 i_b = item // HV // ((T + C - 1) // C)
@@ -199,7 +215,7 @@ def _chain(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["items", "T", "HV", "group"])
+@jit(do_not_specialize=["items", "T", "HV", "group"])
 def _recompute_fwd_hopper_kernel(
     q_desc, k_desc, v_desc, g_desc, a_desc, w_desc, u_desc, kg_desc, qg_desc,
     beta, A_log, dt_bias, decay, norms, chunks,
