@@ -29,15 +29,16 @@ def slot_starts(fw: ModuleType, cp: CPContext, initial_state: Any | None, zero: 
 
 
 def with_rows(fw: ModuleType, x: Any, rows: dict[int, Any]) -> Any:
-    """x [n, ..] with rows [..] in place of some of its own; differentiable."""
+    """x [n, ..] with rows [..] in place of some of its own; differentiable, also where nothing of x is left: every rank
+    then has a gradient, of zeros, of what all share.
+    """
     blocks, done = [], 0
     for i in sorted(rows):
         blocks += [x[done:i]] * (i > done) + [rows[i][None]]
         done = i + 1
     if not blocks:
         return x
-    blocks += [x[done:]] * (done < fw.shape(x)[0])
-    return blocks[0] if len(blocks) == 1 else fw.concat(blocks, 0)
+    return fw.concat([*blocks, x[done:]], 0)
 
 
 def final_states(fw: ModuleType, cp: CPContext, ends: Any, initial_state: Any | None) -> Any:

@@ -103,11 +103,16 @@ class Losses(BaseLogger):
             self.train[step] = metrics["loss_metrics/global_avg_loss"]
 
 
-def config_of(layout: Layout, folder: Path, *, steps: int = STEPS, **sizes: Any) -> Trainer.Config:
-    config = config_registry.kimi_linear_tiny()
-    config.model_spec = replace(
-        config.model_spec, model=model_config(replace(SIZES["tiny"], **SMALL | sizes), attention_backend="masked")
-    )
+#: Another model to train, whole, and for how many steps: what benchmarks/two_gpu.py asks for.
+OTHER = os.environ.get("OPENKDA_LAYOUTS_CONFIG")
+STEPS = int(os.environ.get("OPENKDA_LAYOUTS_STEPS", STEPS))
+
+
+def config_of(layout: Layout, folder: Path, *, steps: int = STEPS) -> Trainer.Config:
+    config = getattr(config_registry, OTHER or "kimi_linear_tiny")()
+    if OTHER is None:
+        small = model_config(replace(SIZES["tiny"], **SMALL), attention_backend="masked")
+        config.model_spec = replace(config.model_spec, model=small)
     for name, value in layout.degrees.items():
         setattr(config.parallelism, name, value)
     degrees = layout.degrees
