@@ -78,6 +78,8 @@ CASES = [
     Case("rows", 2, (0, 50, 90, 130, 180), rows=2),
     Case("rows_zigzag", 2, (0, 50, 92, 130, 184), rows=2, order="zigzag"),
     Case("wide_heads", 2, (0, 70, 140), options={"K": 160, "V": 112, "H": 1, "HV": 1}),
+    Case("wide_equal_heads", 2, (0, 70, 140), options={"K": 136, "V": 136, "H": 1, "HV": 2}),
+    Case("wide_without_gate", 2, (0, 140), options={"K": 136, "V": 136, "H": 1, "HV": 1, "gate": "given"}),
     Case("strong", 2, (0, 90, 200), order="zigzag", options={"gate": "beside"}),
     Case("slow", 2, (0, 256), order="zigzag", options={"gate": "slow", "alike": 10.0}),
     Case("neg_eigval", 2, (0, 90, 200), options={**INSIDE, "allow_neg_eigval": True}),

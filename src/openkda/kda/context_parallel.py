@@ -11,7 +11,7 @@ of the parts before it:
                 dX   = M^T dX' + c                             against time
 
 Then every rank runs the operator on its own tokens, from the states that really enter, with the gradients that really
-come back. All maths is the operator's: columns of the state do not meet, so b and M are one run with K more columns.
+come back. All maths is the operator's: columns of the state do not meet, so b and M are one run.
 What a rank sends is H K (K + V) numbers a part and direction, whatever T.
 
 Folds are fp64: cheap, and no tf32 switch touches them.
@@ -30,7 +30,8 @@ from openkda.parallel.layout import Part
 from openkda.parallel.states import final_states, slot_starts, with_rows
 
 Range = tuple[int, int]
-PARAMETERS = ("A_log", "dt_bias")
+PARAMETERS: tuple[str, ...] = ("A_log", "dt_bias")
+TUNED_HEAD_DIM = 128  # kernels take wider heads, with narrower tiles
 
 
 def chunk_kda(
@@ -126,27 +127,46 @@ def _maps(run: _Run, tokens: Sequence[Any], initial_state: Any | None) -> Any:
     begun = fw.stack([_begun(part, initial_state, zero) for part in leaving], 0)
     one, none = fw.expand(fw.eye(K, like=zero), (fw.shape(zero)[0], K, K)), zero[..., :1] * fw.zeros((K,), like=zero)
     unit = fw.stack([one if part.passes else none for part in leaving], 0)
-    if not any(part.passes for part in leaving):
-        ends = fw.concat([run(packed, begun, cu_seqlens)[1], unit], -1)
-    elif K + V <= MAX_HEAD_DIM:
-        ends = run(_with_values(fw, packed, V, K), fw.concat([begun, unit], -1), cu_seqlens)[1]
+    if any(part.passes for part in leaving):
+        ends = _both_maps(run, packed, begun, unit, cu_seqlens)
     else:
-        b = run(packed, begun, cu_seqlens)[1]
-        ends = fw.concat([b, run(_with_values(fw, packed, 0, K), unit, cu_seqlens)[1]], -1)
+        ends = fw.concat([run(packed, begun, cu_seqlens)[1], unit], -1)
     return with_rows(fw, maps, {part.index: ends[i] for i, part in enumerate(leaving)})
+
+
+def _both_maps(run: _Run, tokens: Sequence[Any], begun: Any, unit: Any, cu_seqlens: Any) -> Any:
+    """The states after each slot from `begun` with v, and from `unit` with v = 0: [slots, HV, K, V + K].
+
+    One run with K more columns, or with twice the value heads, which leaves them as wide as kernels are made for.
+    """
+    fw, (q, k, v, g, beta) = run.fw, tokens
+    (HV, V), K = fw.shape(v)[2:], fw.shape(q)[3]
+    nothing = fw.zeros((*fw.shape(v)[:3], K), like=v)
+    if K + V <= (TUNED_HEAD_DIM if fw.on_gpu(q) else MAX_HEAD_DIM):
+        wide = (q, k, fw.concat([v, nothing], -1), g, beta)
+        return run(wide, fw.concat([begun, unit], -1), cu_seqlens)[1]
+    if K != V:
+        return fw.concat([run((q, k, x, g, beta), S, cu_seqlens)[1] for x, S in ((v, begun), (nothing, unit))], -1)
+    parameters = {n: x if x is None else fw.repeat(fw.reshape(x, (HV, -1)), 2, 0) for n, x in run.parameters.items()}
+    if parameters["A_log"] is not None:
+        parameters["A_log"] = fw.reshape(parameters["A_log"], (2 * HV,))
+    pairs = (q, k, _interleaved(fw, v, nothing, 2), fw.repeat(g, 2, 2), fw.repeat(beta, 2, 2))
+    ends = run(pairs, _interleaved(fw, begun, unit, 1), cu_seqlens, **parameters)[1]
+    first, second = fw.unstack(fw.reshape(ends, (fw.shape(ends)[0], HV, 2, K, V)), 2)
+    return fw.concat([first, second], -1)
+
+
+def _interleaved(fw: ModuleType, x: Any, y: Any, axis: int) -> Any:
+    """The heads of x and y in turn: value heads 2n and 2n + 1 read the key head that n reads."""
+    size = list(fw.shape(x))
+    size[axis] *= 2
+    return fw.reshape(fw.stack([x, y], axis + 1), size)
 
 
 def _begun(part: Part, initial_state: Any | None, zero: Any) -> Any:
     """The state before a part's last piece, if zeros enter the part."""
     piece = part.pieces[-1]
     return zero if initial_state is None or not piece.begins else initial_state[piece.sequence]
-
-
-def _with_values(fw: ModuleType, tokens: Sequence[Any], keep: int, zeros: int) -> list[Any]:
-    """Tokens whose v has its first `keep` columns and then zeros."""
-    q, k, v, *rest = tokens
-    nothing = fw.zeros((*fw.shape(v)[:3], zeros), like=v)
-    return [q, k, nothing if keep == 0 else fw.concat([v, nothing], -1), *rest]
 
 
 def _entering(run: _Run, gathered: Any, like: Any) -> dict[int, Any]:
@@ -183,9 +203,8 @@ class Bridge:
     ONCE = "chunk_kda"
 
     @staticmethod
-    def forward(fw: ModuleType, ctx: Any, o: Any, ends: Any, transitions: Any, *fixed: Any) -> tuple:
-        *fixed, run = fixed
-        ctx.run = run
+    def forward(fw: ModuleType, ctx: Any, o: Any, ends: Any, transitions: Any, *fixed_and_run: Any) -> tuple:
+        *fixed, ctx.run = fixed_and_run
         ctx.save_for_backward(transitions, *fixed)
         return fw.reshape(o, fw.shape(o)), fw.reshape(ends, fw.shape(ends))
 
