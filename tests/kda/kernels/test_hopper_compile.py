@@ -15,10 +15,10 @@ KERNELS = {
     "values_bwd": (gradients_values_hopper._values_bwd_hopper_kernel, 4),
 }
 SQUARES, STATES = ("a", "aqk", "wq", "wk"), ("s", "ds")
-TYPES = dict.fromkeys(("beta", "dv", "dbeta"), "*bf16") | dict.fromkeys(("pairs", "row_norms"), "*i64")
+TYPES = dict.fromkeys(("beta", "dv", "dbeta"), "*bf16") | {"row_norms": "*i64"}
 TYPES |= dict.fromkeys(("A_log", "dt_bias", "decay", "norms", "ends", "row_beta"), "*fp32") | {"chunks": "*i32"}
 TYPES |= dict.fromkeys(("scale", "lower_bound", "beta_scale"), "fp32")
-FLAGS = {"L2NORM": True, "BETA_SIGMOID": True, "PAIRS": False}
+FLAGS = {"L2NORM": True, "BETA_SIGMOID": True}
 
 
 def tile(name):
@@ -36,7 +36,6 @@ def test_hopper_kernels_keep_their_numbers_in_registers(stage, gate, packed):
     if stage == "values_bwd":
         if gate == "bounded":
             pytest.skip("knows no gate")
-        constants["pairs"] = None
     names = [n for n in kernel.arg_names if n not in constants]
     signature = {n: tile(n.removesuffix("_desc")) if n.endswith("_desc") else TYPES.get(n, "i32") for n in names}
     options = {n: o for n, o in tuning.lookup(stage + "_hopper", 90, work=1).items() if n != "PROGRAMS"}
