@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.metrics import BaseLogger
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from openkda.integrations.torchtitan import config_registry, cpu
 from openkda.integrations.torchtitan.builders import SIZES, model_config
@@ -41,6 +42,8 @@ class Layout:
     """Processes."""
     degrees: dict[str, Any] = field(default_factory=dict)
     """Of torchtitan's ParallelismConfig."""
+    checkpointing: type | None = None
+    """Of activations."""
 
 
 LAYOUTS = {
@@ -50,6 +53,8 @@ LAYOUTS = {
     "ep2": Layout(2, {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2}),
     "cp2": Layout(2, {"context_parallel_degree": 2}),
     "cp2_in_order": Layout(2, {"context_parallel_degree": 2, "context_parallel_load_balancer": None}),
+    "cp2_selective": Layout(2, {"context_parallel_degree": 2}, SelectiveAC),
+    "cp2_full": Layout(2, {"context_parallel_degree": 2}, FullAC),
     "hsdp2": Layout(2, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}),
     "pp2": Layout(2, {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 2}),
     "fsdp2_tp2": Layout(4, {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}),
@@ -121,6 +126,8 @@ def config_of(layout: Layout, folder: Path, *, steps: int = STEPS) -> Trainer.Co
     config.training.seq_len, config.training.steps = SEQ_LEN, steps
     config.lr_scheduler.warmup_steps, config.lr_scheduler.total_steps = 2, STEPS
     config.dataloader = Batches.Config()
+    if layout.checkpointing is not None:
+        config.activation_checkpoint = layout.checkpointing.Config()
     config.dump_folder = str(folder)
     config.metrics.log_freq, config.debug.seed = 1, 0
     config.checkpoint.enable, config.checkpoint.last_save_model_only = True, False
@@ -142,7 +149,8 @@ def train(config: Trainer.Config) -> dict[str, Any]:
     def spy(*args: Any, **kwargs: Any) -> Any:
         if not gradients:
             for part in trainer.model_parts:
-                gradients.update({n: whole(p.grad) for n, p in part.named_parameters()})
+                named = ((n.replace("_checkpoint_wrapped_module.", ""), p) for n, p in part.named_parameters())
+                gradients.update({n: whole(p.grad) for n, p in named})
         return step(*args, **kwargs)
 
     trainer.optimizers.step = spy
