@@ -148,6 +148,25 @@ def run_conv(case: Case, cp: CPContext | None, **changes: Any) -> dict[str, Tens
     return {"y": y.detach(), "last": last.detach()} | {f"d{n}": g for n, g in zip(leaves, grads, strict=True)}
 
 
+#: Of CASES, those that the whole layer runs on.
+LAYER = ("packed", "packed_zigzag", "rows_zigzag", "parts_of_one_token")
+
+
+def run_layer(case: Case, cp: CPContext | None) -> dict[str, Tensor]:
+    """Without a context: all of it, in one process."""
+    torch.manual_seed(0)
+    layer = openkda.KimiDeltaAttention(12, num_heads=2, head_dim=8)
+    x, dy = torch.randn(2, 1, case.T or case.offsets[-1], 12)
+    if cp is None:
+        where = {"cu_seqlens": torch.tensor(case.offsets, dtype=torch.int32)}
+    else:
+        where, x, dy = {"cp_context": cp}, cp.local_tokens(x), cp.local_tokens(dy)
+    x = x.clone().requires_grad_()
+    y = layer(x, **where)
+    y.backward(dy)
+    return {"y": y.detach(), "dx": x.grad} | {f"layer.{n}": p.grad for n, p in layer.named_parameters()}
+
+
 class Traffic:
     """Counts what this rank hands to collectives, in bytes."""
 
@@ -187,7 +206,8 @@ def main(folder: str) -> None:
             results = run_kda(case, cp)
         with Traffic() as conv:
             results_conv = run_conv(case, cp)
-        result = {"kda": results, "conv": results_conv, "sent": kda.sent, "conv_sent": conv.sent}
+        layer = run_layer(case, cp) if case.name in LAYER else None
+        result = {"layer": layer, "kda": results, "conv": results_conv, "sent": kda.sent, "conv_sent": conv.sent}
         torch.save(result, Path(folder) / f"{case.name}-{cp.rank}.pt")
     dist.destroy_process_group()
 

@@ -60,7 +60,7 @@ def context(case: Any, rank: int) -> CPContext:
 def check(case: Any, exact: dict[str, Tensor], ranks: list[dict[str, Tensor]], limit: float) -> None:
     wrong = []
     for name, want in exact.items():
-        if name in PARAMETERS:
+        if name in PARAMETERS or name.startswith("layer."):
             total = sum(rank[name].double() for rank in ranks)
             wrong += [f"{name}: {e:.2e}" for e in [testing.relative_rms(total, want)] if not e <= limit]
             continue
@@ -93,6 +93,12 @@ def test_chunk_kda_equals_one_process(results: Callable[[Any], Path], case: Any)
 def test_causal_conv1d_equals_one_process(results: Callable[[Any], Path], case: Any) -> None:
     exact = cases.run_conv(case, None)
     check(case, exact, [result["conv"] for result in loaded(results, case)], testing.FP32_LIMIT)
+
+
+@pytest.mark.parametrize("case", [c for c in cases.CASES if c.name in cases.LAYER], ids=lambda case: case.name)
+def test_layer_equals_one_process(results: Callable[[Any], Path], case: Any) -> None:
+    exact = cases.run_layer(case, None)
+    check(case, exact, [result["layer"] for result in loaded(results, case)], testing.FP32_LIMIT)
 
 
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: f"{case.size}-{case.name}")
