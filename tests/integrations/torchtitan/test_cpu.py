@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention.flex_attention import flex_attention
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.components import metrics
 from torchtitan.distributed import utils as titan_distributed
+from torchtitan.protocols.module import Module
 from torchtitan.tools import utils as titan_utils
 
 from openkda.integrations.torchtitan import cpu
@@ -103,3 +107,43 @@ def test_masked_attention_equals_softmax_by_hand() -> None:
     expected = torch.einsum("bnlm,bmnv->blnv", scores.masked_fill(~mask, float("-inf")).softmax(-1), v)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(attention(q, k, v, scale=0.3)[1], expected[1])
+
+
+# ---------------------------------------------------------------- sharded random numbers
+class Weight(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(8, 3))
+        self._param_init = {"weight": torch.nn.init.normal_}
+
+
+def drawn_by(rank: int, init: Callable[..., None]) -> torch.Tensor:
+    """What one of two ranks holds of a weight that is split over them; the other rank is not there."""
+    dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+    try:
+        mesh = dist.init_device_mesh("cpu", (2,))
+        module = Weight()
+        shard = torch.empty(4, 3)
+        module.weight = torch.nn.Parameter(DTensor.from_local(shard, mesh, [Shard(0)], run_check=False))
+        torch.manual_seed(0)
+        with torch.no_grad():
+            init(module, "weight", module.weight)
+        return module.weight.to_local().detach()
+    finally:
+        dist.destroy_process_group()
+
+
+@on_cpu
+def test_a_split_weight_starts_as_the_whole_one_does() -> None:
+    torch.manual_seed(0)
+    whole = torch.nn.init.normal_(torch.empty(8, 3))
+    assert torch.equal(drawn_by(1, Module._init_param), whole[4:])
+
+
+@on_cpu
+def test_drawing_parts_of_a_weight_still_gives_equal_parts() -> None:
+    def by_parts(module: Module, name: str, parameter: torch.nn.Parameter) -> None:
+        module._param_init[name](parameter)
+
+    first, second = (drawn_by(rank, by_parts) for rank in (0, 1))
+    assert torch.equal(first, second)

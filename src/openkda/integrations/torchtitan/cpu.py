@@ -23,8 +23,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torchtitan.distributed import utils as titan_distributed
 from torchtitan.models.common.attention import FlexAttention
+from torchtitan.protocols.module import Module
 from torchtitan.tools import utils as titan_utils
 
 if TYPE_CHECKING:
@@ -45,6 +48,7 @@ def install() -> None:
     _replace_set_pg_timeouts()
     if not torch.accelerator.is_available():
         _use_cpu_device()
+        _draw_whole_parameters()
         _silence_warnings()
 
 
@@ -122,6 +126,31 @@ def _use_cpu_device() -> None:
                 module.device_module = device_module  # pyright: ignore[reportAttributeAccessIssue]
     # Otherwise torchtitan calls lspci and takes the machine for an A100. No peak is known, so utilisation reads 0.
     titan_utils.get_peak_flops = lambda device_name: float("inf")
+
+
+def _draw_whole_parameters() -> None:
+    """Initialise a sharded parameter by drawing all of it and keeping this rank's part.
+
+    Needed because torch 2.13 has no random numbers for sharded tensors on a CPU: every rank would draw the same ones
+    for its part, and halves of a weight would be equal. With this a model starts from the same weights in any layout.
+    Can go when DTensor's random operators support CPU meshes.
+    """
+    init = Module._init_param
+
+    def init_param(self: Module, name: str, parameter: nn.Parameter) -> None:
+        if not isinstance(parameter, DTensor) or parameter.device.type != "cpu":
+            init(self, name, parameter)
+            return
+        whole = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
+        init(self, name, whole)
+        size, start = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+        mine = whole[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
+        with torch.no_grad():
+            parameter.to_local().copy_(mine)
+
+    Module._init_param = init_param  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _silence_warnings() -> None:
