@@ -6,7 +6,7 @@ through `eager.chunk_kda` as 64 rows of one sequence, in memory of its own, from
 left. Whatever such a call computes, it computes the same wherever the chunk came from: alone, in a batch, packed, or
 replayed while decoding. What stands behind a row of a chunk does not reach it (the operator is causal to the bit).
 
-As many calls as there are chunks: several times slower than the eager path where batches are large.
+As many calls as there are chunks: three to four times slower than the eager path (one thread, B1 T2048 and B8 T512).
 """
 
 from __future__ import annotations
