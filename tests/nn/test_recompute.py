@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +17,7 @@ from openkda import causal_conv1d, rms_norm_gated, testing
 from openkda.nn import KimiDeltaAttention
 from openkda.nn.recompute import Recipe, recomputed
 
-#: What may be kept besides the operator's own, in projections' output bytes (issue and docs/decisions/007).
+#: What may be kept besides the operator's own, in projections' output bytes; o is 0.13 of them here.
 LIMIT = 1.15
 
 
@@ -80,6 +82,23 @@ def test_layer_keeps_little_besides_the_outputs_of_its_projections(case: str, mo
     projected = {address(t) for t in kept.outputs}
     more = [t.shape for n, t in kept.tensors.items() if n not in projected and t.numel() > 64]
     assert more == [(1, 64, 2, 16)]  # o, which no projection made
+    y.sum().backward()
+
+
+def test_results_that_are_computed_again_are_let_go(monkeypatch: pytest.MonkeyPatch):
+    results = []
+
+    def noted(result: Tensor, *rest: Any) -> Recipe:
+        results.append(weakref.ref(result))
+        return Recipe(result, *rest)
+
+    monkeypatch.setattr(home, "Recipe", noted)
+    layer = KimiDeltaAttention(48, 2, 16)
+    gc.collect()
+    gc.disable()  # at once, not when a cycle is found
+    y = layer(torch.randn(1, 70, 48))
+    gc.enable()
+    assert [alive() for alive in results] == [None] * 4
     y.sum().backward()
 
 
