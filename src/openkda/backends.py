@@ -20,6 +20,10 @@ from openkda import checks, frameworks
 from openkda.errors import BackendUnavailable
 
 NAMES = ("auto", "triton", "eager", "reference")
+try:  # asked once, as a compiler cannot trace the question
+    _HAS_TRITON = importlib.util.find_spec("triton") is not None
+except ModuleNotFoundError:  # from a finder that keeps it out
+    _HAS_TRITON = False
 _OTHERWISE = 'use backend="eager", or "auto" to let openkda choose'
 
 
@@ -35,7 +39,7 @@ def why_not_triton(x: Any) -> str | None:
         return f"needs float32, float16 or bfloat16, got {fw.dtype_name(x)}"
     if (capability := fw.compute_capability(x)) is not None and capability < 80:
         return f"needs compute capability 8.0 or later, got {capability // 10}.{capability % 10}"
-    if importlib.util.find_spec("triton") is None:
+    if not _HAS_TRITON:
         return "needs the package triton, which is not installed"
     return None
 

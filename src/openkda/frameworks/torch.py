@@ -85,13 +85,15 @@ def on_gpu(x: Tensor) -> bool:
 
 def compute_capability(x: Tensor) -> int | None:
     """90 for compute capability 9.0; None where x is on no CUDA device."""
-    return _capability(x.device.index) if x.is_cuda else None
+    if not x.is_cuda:
+        return None
+    if (index := x.device.index) not in _CAPABILITIES:
+        major, minor = torch.cuda.get_device_capability(index)
+        _CAPABILITIES[index] = 10 * major + minor
+    return _CAPABILITIES[index]
 
 
-@functools.cache
-def _capability(index: int) -> int:
-    major, minor = torch.cuda.get_device_capability(index)
-    return 10 * major + minor
+_CAPABILITIES: dict[int, int] = {}  # of every device asked so far; compilers trace a dictionary, but not a cache
 
 
 def on_device(x: Tensor) -> AbstractContextManager[None]:
