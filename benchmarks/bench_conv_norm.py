@@ -30,7 +30,6 @@ DEVICE = torch.device("cuda")
 CONVOLUTIONS = [(1, 8192, 12288), (1, 8192, 4096), (8, 2048, 4096), (1, 65536, 2048)]  # B, T, C
 NORMS = [(8192, 32, 128), (8192, 96, 128)]  # T, H, D
 W = 4
-WARM_UP = 3
 SPIN = 2_000_000  # clocks, about 1 ms: longer than any call takes to launch
 Forward = Callable[..., Tensor]
 
@@ -97,13 +96,15 @@ def passes_of(run: Forward, leaves: list[Tensor], dy: Tensor) -> dict[str, measu
     return {"forward": forward, "backward": lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)}
 
 
-def rows_of(op: str, shape: tuple[int, ...], repeats: int) -> Iterator[dict[str, Any]]:
+def rows_of(op: str, shape: tuple[int, ...], repeats: int, by: list[str]) -> Iterator[dict[str, Any]]:
     """One row an implementation and pass."""
     leaves = [t.requires_grad_() for t in inputs(op, shape)]
     dy, exact = draw(*shape), None
     calls: dict[str, measure.Call] = {}
     found: dict[str, float] = {}
     for name, load in IMPLEMENTATIONS[op].items():
+        if by and name not in by:
+            continue
         try:
             run = load()
             y = run(*leaves).detach().float()
@@ -138,7 +139,7 @@ def measure_all(calls: dict[str, measure.Call], repeats: int) -> dict[str, dict[
     """Device time of every call, us."""
     cache = torch.empty(measure.CACHE_BYTES, dtype=torch.int8, device=DEVICE)
     events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in calls}
-    for i in range(WARM_UP + repeats):
+    for i in range(measure.WARM_UP + repeats):
         for name, call in list(calls.items())[:: 1 if i % 2 == 0 else -1]:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             cache.zero_()
@@ -147,7 +148,7 @@ def measure_all(calls: dict[str, measure.Call], repeats: int) -> dict[str, dict[
             call()
             end.record()
             torch.cuda.synchronize()
-            if i >= WARM_UP:
+            if i >= measure.WARM_UP:
                 events[name].append((start, end))
     return {n: measure.percentiles([1e3 * a.elapsed_time(b) for a, b in pairs]) for n, pairs in events.items()}
 
@@ -186,6 +187,8 @@ def commit() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--by", nargs="+", default=[], help="openkda, fla, causal-conv1d; all of them if not given")
+    parser.add_argument("--only", default="", help="cases that begin so, as in causal_conv1d:1x8192x12288")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -195,13 +198,15 @@ def main() -> None:
     cases += [(op, shape) for op in ("rms_norm_gated", "l2norm") for shape in NORMS]
     rows = []
     for op, shape in cases:
-        for row in rows_of(op, shape, options.repeats):
+        if not f"{op}:{'x'.join(map(str, shape))}".startswith(options.only):
+            continue
+        for row in rows_of(op, shape, options.repeats, options.by):
             show(row)
             rows.append(row)
         torch.cuda.empty_cache()
-    rows += [update_row(options.repeats, N) for N in (1, 32, 256)]
-    for row in rows[-3:]:
-        show(row)
+    for N in (1, 32, 256) if "causal_conv1d_update".startswith(options.only) else ():
+        rows.append(update_row(options.repeats, N))
+        show(rows[-1])
     if options.json:
         print(json.dumps({"about": about, "rows": rows}))
 

@@ -308,6 +308,7 @@ def test_update_passes_opcheck(device):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch 2.11's own, where it imports inductor
 def test_triton_compiles_once_for_any_number_of_tokens(device):
     weight = torch.randn(4, 3, device=device)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

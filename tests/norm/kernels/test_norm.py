@@ -169,6 +169,7 @@ def test_triton_passes_opcheck(spec, device):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch 2.11's own, where it imports inductor
 def test_triton_compiles_once_for_any_number_of_rows(device):
     weight = torch.randn(8, device=device)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
