@@ -10,7 +10,7 @@ from openkda import backends, checks, frameworks, packing
 from openkda.errors import BackendUnavailable
 from openkda.kda import chunk, eager_recurrent, reference
 from openkda.kda.contract import Sizes, check_inputs, check_options, check_state, state_dtype
-from openkda.kda.replay import check_replay_state, replay
+from openkda.kda.replay import ReplayState, check_replay_state, replay
 
 
 def _fused(*tensors: Any, **options: Any) -> tuple[Any, Any | None]:
@@ -97,9 +97,12 @@ def recurrent_kda(
 
 
 def _refuse_gradients(op: str, fw: Any, tokens: tuple, A_log: Any, dt_bias: Any, state: Any) -> None:
+    inputs = (*tokens, A_log, dt_bias, None if isinstance(state, ReplayState) else state)
+    if not fw.needs_grad(*inputs):
+        return
     names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
-    for name, x in zip(names, (*tokens, A_log, dt_bias, state), strict=True):
-        if frameworks.is_tensor(x) and fw.needs_grad(x):
+    for name, x in zip(names, inputs, strict=True):
+        if x is not None and fw.needs_grad(x):
             hint = "this operator is inference only; train with chunk_kda"
             checks.bad_value(op, name, "not need a gradient", "requires_grad=True", hint)
 
