@@ -105,6 +105,47 @@ def resources(compiled: Any, arch: int) -> Resources:
     )
 
 
+def unwritten_uniform_registers(compiled: Any) -> list[str]:
+    """Instructions of an sm_90a kernel that read a uniform register before any instruction, in order, has written it.
+
+    ptxas 12.8 (Triton 3.6) makes some: the address of a wgmma operand then is what the register happens to hold.
+    """
+    import triton
+
+    binaries = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "kernel.cubin")
+        with open(path, "wb") as file:
+            file.write(compiled.asm["cubin"])
+        command = [os.path.join(binaries, "nvdisasm"), "-c", path]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    written, found = {63}, []  # 63 is the constant 0
+    for line in re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", text, re.MULTILINE):
+        reads, writes = _uniform_registers(re.sub(r"^@!?U?P\d+\s+", "", line).strip())
+        if not reads <= written:
+            found.append(line.strip())
+        written |= writes
+    return found
+
+
+def _uniform_registers(instruction: str) -> tuple[set[int], set[int]]:
+    """Numbers of the uniform registers that a SASS instruction reads, and of those that it writes."""
+    name, _, rest = instruction.partition(" ")
+    operands = [{int(n) for n in re.findall(r"\bUR(\d+)", part)} for part in rest.split(",")]
+    if "gdesc" in rest:  # four registers; the first two are of an operand A in shared memory
+        (first,) = (int(n) for n in re.findall(r"gdesc\[UR(\d+)\]", rest))
+        others = set().union(*operands) - {first}
+        return others | set(range(first + (2 if re.match(r"R\d+, R\d+", rest) else 0), first + 4)), set()
+    if not name.startswith(("U", "R2UR", "S2UR", "VOTEU", "REDUX")):
+        return set().union(*operands), set()
+    reads, writes = set().union(*operands[1:]), operands[0]
+    if ".64" in name or ".WIDE" in name:
+        writes = {*writes, *(n + 1 for n in writes)}
+    if ".64" in name:
+        reads = {*reads, *(n + 1 for n in reads)}
+    return reads, writes
+
+
 def report(
     kernel: Any, signature: Mapping[str, str], constants: Mapping[str, Any], arch: int, **options: Any
 ) -> Resources:

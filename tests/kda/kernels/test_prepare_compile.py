@@ -6,10 +6,12 @@ import pytest
 
 pytest.importorskip("triton")
 
+import torch
 import triton.language as tl
 
-from openkda.kda.kernels import prepare, tuning
-from openkda.testing.compile import SHARED_LIMIT, report
+from openkda.kda.kernels import prepare, tables, tuning
+from openkda.kda.kernels.common import Activations
+from openkda.testing.compile import SHARED_LIMIT, compile_for, report, unwritten_uniform_registers
 
 KERNELS = {"prepare_fwd": prepare._prepare_fwd_kernel, "recompute_fwd": prepare._recompute_fwd_kernel}
 
@@ -55,3 +57,19 @@ def test_prepare_fits_shared_memory_elsewhere(stage, arch):
     used = prepare_report(stage, arch, "softplus")
     assert used.shared <= SHARED_LIMIT[arch], used
     assert max(used.spill_stores, used.spill_loads) <= 96, used
+
+
+@pytest.mark.parametrize("K, V", [(16, 32), (24, 40), (32, 64)])
+def test_recompute_takes_no_address_from_a_register_that_nobody_wrote(K, V):
+    """Not only tuned sizes run: with few channels ptxas 12.8 once made W from wherever a register pointed."""
+    q, v = torch.empty(1, 64, 1, K, dtype=torch.bfloat16), torch.empty(1, 64, 1, V, dtype=torch.bfloat16)
+    act = Activations(1.0, True, "bounded", torch.zeros(1), torch.zeros(1, K), -5.0, True, 1.0)
+    settings = prepare._settings("recompute_fwd", q, v, act, tables.make_layout(q, None), None)
+    kernel = prepare._recompute_fwd_kernel
+    types = dict.fromkeys(("A_log", "dt_bias", "decay", "norms"), "*fp32")
+    types |= dict.fromkeys(("q", "k", "v", "g", "beta", "a", "w", "u", "kg", "qg"), "*bf16")
+    types |= dict.fromkeys(("scale", "lower_bound", "beta_scale"), "fp32")
+    constants = {n: c for n, c in settings.items() if n in kernel.arg_names} | {"chunks": None}
+    options = {n: o for n, o in settings.items() if n not in constants}
+    signature = {n: types.get(n, "i32") for n in kernel.arg_names if n not in constants}
+    assert unwritten_uniform_registers(compile_for(kernel, signature, constants, 90, **options)) == []
