@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -231,7 +232,8 @@ def test_command_that_is_ended_shows_what_it_has_and_leaves_no_process(fake_peer
     out, err = process.communicate(timeout=30)
     assert process.returncode == 130
     assert err.splitlines()[-1] == "openkda bench: interrupted"
-    assert "1x64x1" in out
+    assert re.search("^│ 1x64x1 +│ openkda", out, re.MULTILINE)
+    assert "fla at 1x128x1: interrupted, in stage: first call of fla" in out
     assert not Path(f"/proc/{mark.read_text()}").exists()
 
 
@@ -351,3 +353,11 @@ def test_table_shows_openkda_once_per_shape_and_each_peer_against_its_own_row():
     found = [(name, cells["ratio"]) for _, name, cells, _ in report.lines("op", rows)]
     assert found == [("openkda", "-"), ("fla", "2.500"), ("cudnn", "2.000")]
     assert plot.series(rows, "forward_ms")["openkda, B1 H2"] == [(64, 2.0)]
+
+
+def test_command_knows_the_adapters_and_what_they_import():
+    from openkda.cli import bench as command
+
+    assert set(command.PEERS["op"]) == set(peers.PEERS) == set(command.IMPORTS)
+    assert set(command.PEERS["layer"]) == set(layer.LAYERS)
+    assert all(command.IMPORTS[name].split(".")[0] == cls.module for name, cls in peers.PEERS.items())

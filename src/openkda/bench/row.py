@@ -34,6 +34,7 @@ class Row:
         given, self._path = Path(self._folder.name, "spec.json"), Path(self._folder.name, "result.json")
         given.write_text(json.dumps(spec))
         self._log = Path(self._folder.name, "log")
+        self.interrupted = False
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "openkda.bench.row", str(given), str(self._path)],
@@ -47,7 +48,8 @@ class Row:
     def measured(self, timeout: float) -> dict[str, Any]:
         """Let it measure and return its result; `failure` says what went wrong, if anything did.
 
-        After `timeout` seconds its processes are stopped; what it had measured by then is kept.
+        After `timeout` seconds its processes are stopped, or when the user interrupts (then `interrupted` is set); what
+        it had measured by then is kept.
         """
         start = time.monotonic()
         try:
@@ -55,6 +57,8 @@ class Row:
                 self._process.communicate(b"go\n", timeout)
         except subprocess.TimeoutExpired:
             failure = f"stopped after {timeout:g} s"
+        except KeyboardInterrupt:
+            failure, self.interrupted = "interrupted", True
         else:
             code = self._process.wait()
             failure = f"exit code {code}: {self._last_line()}" if code else None
@@ -98,6 +102,8 @@ def measure_all(
             while len(rows) <= min(i + ahead, len(specs) - 1):
                 rows.append(Row(specs[len(rows)], environments[len(rows)]))
             yield rows[i].measured(timeout)
+            if rows[i].interrupted:
+                raise KeyboardInterrupt
     finally:  # also when the user interrupts, or a batch system ends this process: rows are in sessions of their own
         for row in rows:
             row.stop()
