@@ -40,6 +40,7 @@ OPTIONS = {
         "--prompts FILE",
         "--routing",
         "--dtype",
+        "--rounding",
         "--grad",
         "--packed",
         "--seed N",

@@ -16,10 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from openkda.bench import measure
-from openkda.bench.op import error
+from openkda.bench.op import Save, error
 from openkda.bench.peers import LOWER_BOUND, one_line
-
-Save = Callable[[str], None]
 
 #: Names in openkda's layer -> in fla's, where they differ.
 FLA_NAMES = {"f_a_proj": "f_proj.0", "f_b_proj": "f_proj.1", "g_a_proj": "g_proj.0", "g_b_proj": "g_proj.1"}
@@ -93,11 +91,13 @@ class Projections(nn.Module):
         super().__init__()
         named = {name: child for name, child in layer.named_children() if isinstance(child, nn.Linear)}
         self.maps = nn.ModuleDict(named)
-        self.inputs = {
-            name: x if m.in_features == x.shape[-1] else torch.randn(*x.shape[:-1], m.in_features).to(x)
-            for name, m in named.items()
-        }
-        self.inputs = {name: y.detach().requires_grad_() for name, y in self.inputs.items()}
+        self.inputs = {name: self._input(m.in_features, x) for name, m in named.items()}
+
+    @staticmethod
+    def _input(width: int, x: Tensor) -> Tensor:
+        """A leaf: x where it fits, else random numbers in its place."""
+        fits = x if width == x.shape[-1] else torch.randn(*x.shape[:-1], width).to(x)
+        return fits.detach().requires_grad_()
 
     def forward(self) -> list[Tensor]:
         return [m(self.inputs[name]) for name, m in self.maps.items()]
@@ -121,7 +121,7 @@ def run(spec: dict[str, Any], result: dict[str, Any], save: Save) -> None:
         save(f"import of {peer}")
         try:
             layers[peer] = with_weights_of(ours, LAYERS[peer](case))
-        except Exception as problem:
+        except Exception as problem:  # a peer may fail in any way while it is imported
             found[peer]["reason"] = f"cannot be used here: {one_line(problem)}"
     outputs = first_calls(layers, found, x, dy, save)
     compare(ours, outputs, found, x, save)
@@ -151,7 +151,7 @@ def first_calls(
         try:
             both(layers[name], x, dy)
             with torch.no_grad():
-                outputs[name] = call(layers[name].train(), x)
+                outputs[name] = call(layers[name], x)
             if x.is_cuda:
                 torch.cuda.synchronize()
         except Exception as problem:  # whatever a peer does wrong belongs in its line of the table

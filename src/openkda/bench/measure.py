@@ -114,7 +114,7 @@ def kernels(call: Call, calls: int = 5) -> list[dict[str, Any]]:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the figures depend on: device, driver, versions."""
+    """What the figures depend on: the device, and versions."""
     import platform
 
     found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}

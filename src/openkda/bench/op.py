@@ -12,12 +12,13 @@ from torch import Tensor
 
 from openkda import testing
 from openkda.bench import measure
-from openkda.bench.peers import PEERS, Case, Implementation, OpenKDA, load, one_line
+from openkda.bench.peers import FLAGS, PEERS, Case, Implementation, OpenKDA, load, one_line
 from openkda.kda import eager
 
 #: Tokens x heads that are compared with fp64, on a GPU and on a CPU: what takes a second or two there.
 COMPARED = {"cuda": 65536, "cpu": 2048}
 
+#: Called with the name of the stage that comes next; keeps what a row has found so far.
 Save = Callable[[str], None]
 
 
@@ -77,7 +78,6 @@ def run(spec: dict[str, Any], result: dict[str, Any], save: Save) -> None:
 
     Args:
         spec: `case`, the fields of `Case`; `peer`, a name or None; `repeats`; `kernels`, whether to list them.
-        save: Called with the name of the stage that comes next.
     """
     case = Case(**spec["case"])
     device = torch.device(case.device)
@@ -150,13 +150,12 @@ def compare(
         return tensor[:rows][:, :, heads]
 
     y = {name: part(name, tensor) for name, tensor in x.items()}
-    flags = {f"use_{name}_in_kernel": True for name in ("qk_l2norm", "gate", "beta_sigmoid")}
     state = torch.zeros(rows, len(heads), case.K, case.K, device=do.device)
     inputs = testing.KDAInputs(
         **y,
         initial_state=None,
         cu_seqlens=None,
-        options=flags | {"lower_bound": case.lower_bound},
+        options=FLAGS | {"lower_bound": case.lower_bound},
         grad_o=part("o", do),
         grad_final_state=state,
     )

@@ -20,6 +20,8 @@ from openkda import __version__
 
 #: lower_bound of the bounded gate, in nats.
 LOWER_BOUND = -5.0
+#: Everything inside the operator, for implementations with fla's names.
+FLAGS = {f"use_{name}_in_kernel": True for name in ("qk_l2norm", "gate", "beta_sigmoid")}
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,7 @@ class OpenKDA(Implementation):
         return {"openkda": __version__}  # also right for a checkout that is not installed
 
     def forward(self, x: dict[str, Tensor]) -> Tensor:
-        flags = {f"use_{name}_in_kernel": True for name in ("qk_l2norm", "gate", "beta_sigmoid")}
-        return self._chunk_kda(**x, lower_bound=self.case.lower_bound, backend=self.case.backend, **flags)[0]
+        return self._chunk_kda(**x, lower_bound=self.case.lower_bound, backend=self.case.backend, **FLAGS)[0]
 
 
 class Fla(Implementation):
@@ -110,10 +111,9 @@ class Fla(Implementation):
         self._chunk_kda = chunk_kda
 
     def forward(self, x: dict[str, Tensor]) -> Tensor:
-        flags = {f"use_{name}_in_kernel": True for name in ("qk_l2norm", "gate", "beta_sigmoid")}
         bound = self.case.lower_bound
         x = {**x, "dt_bias": x["dt_bias"].reshape(-1)}
-        return self._chunk_kda(**x, safe_gate=bound is not None, lower_bound=bound, **flags)[0]
+        return self._chunk_kda(**x, safe_gate=bound is not None, lower_bound=bound, **FLAGS)[0]
 
 
 class AttnGym(Implementation):

@@ -132,7 +132,7 @@ def print_table(what: str, rows: Sequence[dict[str, Any]], missing: Sequence[str
         table.add_column(title, justify="left" if title in ("shape", "implementation") else "right")
     for shape, name, cells, _ in found:
         if any(text != "-" for text in cells.values()):
-            table.add_row(shape, name, *(cells[key] for key in shown), end_section=False)
+            table.add_row(shape, name, *(cells[key] for key in shown))
     if table.row_count:
         console.print(table)
     for line in [*missing, *remarks(rows, found)]:

@@ -1,1 +1,4 @@
-"""The command line: `openkda train`, `generate`, `doctor`. Nothing heavy is imported until a command runs."""
+"""The command line: `openkda train`, `generate`, `convert`, `parity`, `bench`, `doctor`.
+
+Nothing heavy is imported until a command runs.
+"""

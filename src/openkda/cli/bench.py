@@ -28,6 +28,7 @@ examples:
 Peers of op: fla, attn_gym, cudnn, cudnn_core (cudnn without what comes before its call), flash_kda; of layer: fla.
 exit code: 0 measured (a peer may be missing), 1 openkda could not be measured somewhere, 2 a wrong request.
 """
+#: Names of the adapters in `openkda.bench.peers`, which imports torch.
 PEERS = {"op": ("fla", "attn_gym", "cudnn", "cudnn_core", "flash_kda"), "layer": ("fla",)}
 #: What a row may import before it is its turn.
 IMPORTS = {"fla": "fla.ops.kda", "attn_gym": "attn_gym.linear", "flash_kda": "flash_kda"}
@@ -45,9 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("what", choices=("op", "layer"), help="op: chunk_kda; layer: the whole KimiDeltaAttention layer")
     add("--peers", metavar="LIST", help="implementations to measure beside openkda, with commas, or none; default: all")
-    add(
-        "--shape", nargs="+", metavar="BxTxH", help="batch x tokens x heads; default: the shapes of the project's goals"
-    )
+    add("--shape", nargs="+", metavar="BxTxH", help="batch x tokens x heads; default: a few, 1x4096x16 to 8x2048x32")
     add(
         "--gate",
         choices=("bounded", "softplus"),
