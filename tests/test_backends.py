@@ -75,7 +75,7 @@ def test_every_backend_takes_batch_invariant(backend):
     assert o.shape == X.shape
 
 
-def test_chunk_kda_refuses_a_context_that_is_none():
+def test_chunk_kda_refuses_a_context_of_another_kind():
     with pytest.raises(TypeError, match=r"^chunk_kda: cp_context must come from build_cp_context, got object"):
         chunk_kda(X, X, X, GATE, BETA, cp_context=object())
 

@@ -137,6 +137,26 @@ def lower_bound(op: str, value: Any) -> None:
         )
 
 
+def inference_only(op: str, instead: str, **tensors: Any) -> None:
+    """None of the tensors (None is skipped) needs a gradient; `instead` is the operator that has one."""
+    for name, x in tensors.items():
+        if frameworks.is_tensor(x) and frameworks.of(x).needs_grad(x):
+            hint = f"this operator is inference only; train with {instead}"
+            bad_value(op, name, "not need a gradient", "requires_grad=True", hint)
+
+
+def state_indices(op: str, indices: Any, *, sequences: int, slots: int) -> None:
+    """The slot of every sequence in a pool, [N]; negative for padding. Values are checked on request."""
+    dtype(op, "state_indices", indices, ("int32", "int64"))
+    shape(op, "state_indices", indices, (sequences,), "[N]", "one slot per sequence; negative for padding")
+    if values_wanted():
+        used = [i for i in frameworks.of(indices).to_list(indices) if i >= 0]
+        if used and max(used) >= slots:
+            bad_value(op, "state_indices", f"be below the pool's {slots} slots", max(used))
+        if len(set(used)) != len(used):
+            bad_value(op, "state_indices", "name every slot at most once", used)
+
+
 def cu_seqlens(op: str, cu: Any, *, batch: int, tokens: int) -> int:
     """Check packed offsets [N+1] against an input [batch, tokens, ..]; returns N."""
     dtype(op, "cu_seqlens", cu, ("int32", "int64"))

@@ -95,16 +95,7 @@ def _check(
     checks.floating(_OP, "x", x)
     checks.rank(_OP, "x", x, "[B, T, C]")
     B, T, C = (int(n) for n in x.shape)
-    checks.floating(_OP, "weight", weight)
-    checks.rank(_OP, "weight", weight, "[C, W]")
-    W = int(weight.shape[1])
-    checks.shape(_OP, "weight", weight, (C, W), "[C, W]", "one filter per channel of x")
-    if W < 1:
-        checks.bad_value(_OP, "weight", "have a width W of at least 1", W)
-    if bias is not None:
-        checks.floating(_OP, "bias", bias)
-        checks.shape(_OP, "bias", bias, (C,), "[C]")
-    checks.choice(_OP, "activation", activation, (None, "silu"))
+    W = check_filter(_OP, weight, bias, activation, channels=C)
     if not isinstance(output_final_state, bool):
         checks.bad_type(_OP, "output_final_state", "be a bool", type(output_final_state).__name__)
     N = B if cu_seqlens is None else checks.cu_seqlens(_OP, cu_seqlens, batch=B, tokens=T)
@@ -116,6 +107,21 @@ def _check(
         hint = "it holds the last W-1 inputs of every sequence, oldest first; from a state of W columns drop the first"
         checks.shape(_OP, "initial_state", initial_state, (N, C, W - 1), "[N, C, W-1]", hint)
     checks.same_device(_OP, "x", x, weight=weight, bias=bias, initial_state=initial_state, cu_seqlens=cu_seqlens)
+
+
+def check_filter(op: str, weight: Any, bias: Any, activation: Any, *, channels: int) -> int:
+    """Filters [C, W], bias [C] or None, and what follows them; returns W."""
+    checks.floating(op, "weight", weight)
+    checks.rank(op, "weight", weight, "[C, W]")
+    W = int(weight.shape[1])
+    checks.shape(op, "weight", weight, (channels, W), "[C, W]", "one filter per channel of x")
+    if W < 1:
+        checks.bad_value(op, "weight", "have a width W of at least 1", W)
+    if bias is not None:
+        checks.floating(op, "bias", bias)
+        checks.shape(op, "bias", bias, (channels,), "[C]")
+    checks.choice(op, "activation", activation, (None, "silu"))
+    return W
 
 
 def _check_context_parallel(x: Any, W: int, cu_seqlens: Any, cp_context: Any) -> int:

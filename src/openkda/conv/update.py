@@ -8,7 +8,7 @@ from typing import Any
 
 from openkda import backends, checks, frameworks
 from openkda.conv import eager, reference
-from openkda.conv.api import why_not_width
+from openkda.conv.api import check_filter, why_not_width
 
 _OP = "causal_conv1d_update"
 
@@ -51,16 +51,7 @@ def _check(x: Any, state: Any, weight: Any, bias: Any, activation: Any, indices:
     checks.floating(_OP, "x", x)
     checks.rank(_OP, "x", x, "[N, C]")
     (N, C), fw = (int(n) for n in x.shape), frameworks.of(x)
-    checks.floating(_OP, "weight", weight)
-    checks.rank(_OP, "weight", weight, "[C, W]")
-    W = int(weight.shape[1])
-    checks.shape(_OP, "weight", weight, (C, W), "[C, W]", "one filter per channel of x")
-    if W < 1:
-        checks.bad_value(_OP, "weight", "have a width W of at least 1", W)
-    if bias is not None:
-        checks.floating(_OP, "bias", bias)
-        checks.shape(_OP, "bias", bias, (C,), "[C]")
-    checks.choice(_OP, "activation", activation, (None, "silu"))
+    W = check_filter(_OP, weight, bias, activation, channels=C)
     checks.dtype(_OP, "conv_state", state, (fw.dtype_name(x),), "it holds inputs, so it follows x")
     axes = "[N, C, W-1]" if indices is None else "[slots, C, W-1]"
     checks.rank(_OP, "conv_state", state, axes)
@@ -69,25 +60,17 @@ def _check(x: Any, state: Any, weight: Any, bias: Any, activation: Any, indices:
     if fw.contiguous(state) is not state:
         checks.bad_value(_OP, "conv_state", "be contiguous", "other strides", "it is updated in place")
     if indices is not None:
-        checks.dtype(_OP, "state_indices", indices, ("int32", "int64"))
-        checks.shape(_OP, "state_indices", indices, (N,), "[N]", "one slot per sequence; negative for padding")
+        checks.state_indices(_OP, indices, sequences=N, slots=slots)
     checks.same_device(_OP, "x", x, conv_state=state, weight=weight, bias=bias, state_indices=indices)
-    for name, t in {"x": x, "conv_state": state, "weight": weight, "bias": bias}.items():
-        if t is not None and fw.needs_grad(t):
-            hint = "this operator is inference only; train with causal_conv1d"
-            checks.bad_value(_OP, name, "not need a gradient", "requires_grad=True", hint)
-    if indices is not None and checks.values_wanted():
-        used = [i for i in fw.to_list(indices) if i >= 0]
-        if used and max(used) >= slots:
-            checks.bad_value(_OP, "state_indices", f"be below the pool's {slots} slots", max(used))
-        if len(set(used)) != len(used):
-            checks.bad_value(_OP, "state_indices", "name every slot at most once", used)
+    checks.inference_only(_OP, "causal_conv1d", x=x, conv_state=state, weight=weight, bias=bias)
 
 
-def _with(
+def _step(
     convolve: Callable[..., Any], x: Any, pool: Any, weight: Any, bias: Any, *, silu: bool, state_indices: Any
 ) -> Any:
-    """Gather states, convolve one token, write them back; padding computes on zeros and is dropped by selects."""
+    """Through a convolution of whole sequences: gather states, convolve one token, write them back. Padding computes on
+    zeros and is dropped by selects.
+    """
     fw = frameworks.of(x)
     N, activation = fw.shape(x)[0], "silu" if silu else None
     slots = fw.arange(N, like=x) if state_indices is None else fw.cast(state_indices, "int64")
@@ -113,7 +96,7 @@ def _fused(*args: Any, **options: Any) -> Any:
 AVAILABLE = {  # best first
     _OP: {
         "triton": _fused,
-        "eager": functools.partial(_with, eager.causal_conv1d),
-        "reference": functools.partial(_with, reference.causal_conv1d),
+        "eager": functools.partial(_step, eager.causal_conv1d),
+        "reference": functools.partial(_step, reference.causal_conv1d),
     }
 }

@@ -8,7 +8,7 @@ in        x [N, C], pool [slots, C, W-1] in the type of x, both contiguous but f
 out       y [N, C]; the pool
 cost      moves 2 (W-1) + 2 entries of x's type a channel: bound by launch, then by bytes
 program   BC channels of one sequence; grid (N * ceil(C / BC))
-oracle    openkda.conv.update.eager
+oracle    openkda.conv.eager.causal_conv1d, one token at a time
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false

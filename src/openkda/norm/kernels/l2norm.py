@@ -4,7 +4,7 @@
     backward    dx = r (dy - y sum(dy y))                     r and y recomputed from x
 
 in / out  x, dy [.., D] any 16-bit type or fp32, rows anywhere; y, dx contiguous, in the type of x
-cost      forward reads and writes, backward reads twice and writes once, sizeof(x) a entry: bandwidth-bound
+cost      forward reads and writes, backward reads twice and writes once, sizeof(x) an entry: bandwidth-bound
 program   BR whole rows; grid (ceil(rows / BR))
 oracle    openkda.norm.eager.l2norm
 """

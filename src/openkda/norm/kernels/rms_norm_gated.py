@@ -5,7 +5,7 @@
 
 in / out  x, gate, dy [.., D] any 16-bit type or fp32, rows anywhere; weight [D]; y, dx, dgate contiguous; fp32 inside
 kept      nothing: mean(dn n) = r sum(dn x) / D, so r costs the backward a second sum beside the one it needs
-cost      forward 3, backward 5 times sizeof(x) a entry: bandwidth-bound
+cost      forward 3, backward 5 times sizeof(x) an entry: bandwidth-bound
 program   forward: BR whole rows. Backward: tiles of BR rows, one after another, dw in registers; its sums are written
           once, as partial sums [programs, 1, D] that `sum_partials` adds in a fixed order
 oracle    openkda.norm.eager.rms_norm_gated
