@@ -192,15 +192,18 @@ class KimiDeltaAttention(nn.Module):
             for cp_context with batch_invariant.
         """
         self._check(hidden_states, attention_mask, cu_seqlens, cache)
-        attend = self._attend
-        if self.batch_invariant:
-            if cp_context is not None:
-                checks.bad_value(_OP, "cp_context", "be None with batch_invariant", type(cp_context).__name__)
-            attend = self._attend_in_blocks
+        if self.batch_invariant and cp_context is not None:
+            checks.bad_value(_OP, "cp_context", "be None with batch_invariant", type(cp_context).__name__)
+
+        def attend(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+            if self.batch_invariant:
+                return self._attend_in_blocks(x, cu_seqlens, cache)
+            return self._attend(x, cu_seqlens, cache, cp_context)
+
         if attention_mask is None:
-            return attend(hidden_states, cu_seqlens, cache, cp_context)
+            return attend(hidden_states, cu_seqlens)
         tokens, cu_seqlens, places = _unpad(hidden_states, attention_mask)
-        return attend(tokens, cu_seqlens, cache, cp_context)[0, places].view_as(hidden_states)
+        return attend(tokens, cu_seqlens)[0, places].view_as(hidden_states)
 
     def _check(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, cache: KDACache | None) -> None:
         checks.rank(_OP, "hidden_states", x, "[B, T, D]")
@@ -217,9 +220,7 @@ class KimiDeltaAttention(nn.Module):
         if cache is not None and self.layer_idx is None:
             checks.bad_value(_OP, "layer_idx", "be given to use a cache", None, "set it in the constructor")
 
-    def _attend_in_blocks(
-        self, x: Tensor, cu_seqlens: Tensor | None, cache: KDACache | None, cp_context: None
-    ) -> Tensor:
+    def _attend_in_blocks(self, x: Tensor, cu_seqlens: Tensor | None, cache: KDACache | None) -> Tensor:
         """`_attend`, every block of 64 tokens of every sequence alone: see `openkda.nn.blocks`."""
         offsets = None if cu_seqlens is None else cu_seqlens.tolist()
         sequences = list(x) if offsets is None else [x[0, a:b] for a, b in itertools.pairwise(offsets)]
@@ -279,11 +280,12 @@ class KimiDeltaAttention(nn.Module):
 
         sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         one_token_each = x.shape[0] * x.shape[1] <= sequences  # known from shapes alone
+        operator: Callable[..., Any] = recurrent_kda
         options: dict[str, Any] = {}
-        operator = recurrent_kda
         if cp_context is not None or not (keep and one_token_each) or torch.is_grad_enabled():
+            operator = chunk_kda
             options = {"batch_invariant": self.batch_invariant, "save_intermediates": self.save_intermediates}
-            operator, options = chunk_kda, options | {"cp_context": cp_context}
+            options["cp_context"] = cp_context
         with recomputed(*recipes):
             o, recurrent = operator(
                 q,

@@ -81,10 +81,6 @@ class KDAInputs:
                     fields[name] = fields[name].to(dtype if name in narrow else wide)
         return replace(self, **fields)
 
-    def with_options(self, **options: Any) -> KDAInputs:
-        """The same call with more keyword arguments."""
-        return replace(self, options=self.options | options)
-
 
 # ---- gates: (generator, shape [B, T, HV, K]) -> Gate
 @dataclass(frozen=True)

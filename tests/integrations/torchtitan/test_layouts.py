@@ -25,7 +25,7 @@ layouts = importlib.util.module_from_spec(_spec)
 sys.modules[_spec.name] = layouts
 _spec.loader.exec_module(layouts)
 
-FIRST_LOSS, LAST_LOSS = 2e-5, 1e-4  # nats, issue by issue: what fp32 sums in another order may do in one and five steps
+FIRST_LOSS, LAST_LOSS = 2e-5, 1e-4  # nats: what fp32 sums in another order may do in one and five steps
 GRADIENT = 5e-6  # relative RMS
 SLOW = {"hsdp2", "cp2_in_order", "cp2_selective", "cp2_full", "cp2_tp2", "pp2", "turns"}
 Results = Callable[[str], list[dict[str, Any]]]
