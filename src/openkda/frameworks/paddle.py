@@ -172,6 +172,11 @@ def empty(size: Sequence[int], *, like: Tensor, dtype: str | None = None) -> Ten
     return paddle.empty(list(size), dtype=dtype or like.dtype, device=like.place)
 
 
+def allocate(size: tuple[int, ...], strides: tuple[int, ...], dtype: str, *, like: Tensor) -> Tensor:
+    """An unwritten tensor on like's device; strides are those of rows in order."""
+    return empty(size, like=like, dtype=dtype)
+
+
 def arange(n: int, *, like: Tensor, dtype: str = "int64") -> Tensor:
     return paddle.arange(n, dtype=dtype, device=like.place)
 

@@ -331,7 +331,7 @@ class Plan:
         places |= {memory: (base, 0) for base, memory in enumerate(planner.inputs)}
         places |= {memory: (base, 0) for base, (memory, _, _) in enumerate(planner.results, len(planner.inputs))}
         self.places = [places[memory] for memory in planner.memories]
-        self.results = [(size, dtype) for _, size, dtype in planner.results]
+        self.results = [(size, contiguous_strides(size), dtype) for _, size, dtype in planner.results]
         self.steps = planner.steps
 
     def run(self, fw: ModuleType, inputs: Sequence[Any], stream: Callable[[], Any]) -> tuple:
@@ -340,11 +340,11 @@ class Plan:
         stream: says on which stream launches go; asked once, and once for every group of launches beside others.
         """
         like = inputs[0]
-        results = [fw.empty(size, like=like, dtype=dtype) for size, dtype in self.results]
-        tensors = [*inputs, *results]
-        if self.nbytes:
-            tensors.append(fw.empty((self.nbytes,), like=like, dtype="uint8"))
         with fw.on_device(like):
+            results = [fw.allocate(size, strides, dtype, like=like) for size, strides, dtype in self.results]
+            tensors = [*inputs, *results]
+            if self.nbytes:
+                tensors.append(fw.allocate((self.nbytes,), (1,), "uint8", like=like))
             self._run(fw, like, self._memories(fw, like, tensors), stream)
         return tuple(results)
 

@@ -26,7 +26,8 @@ def same(got, want):
     return [name for name in want if not torch.equal(got[name], want[name])] == []
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+# Of torch itself: Dynamo makes an instance of an autograd.Function while tracing one, and imports torch.jit.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning", "ignore:.*torch.jit.script")
 @pytest.mark.parametrize("offsets", [None, [0, 3, 3, 9]], ids=["dense", "packed"])
 def test_fused_compiles_without_a_graph_break(offsets, device):
     inputs = draw(device, T=10, cu_seqlens=offsets)
@@ -35,7 +36,7 @@ def test_fused_compiles_without_a_graph_break(offsets, device):
     assert same(testing.run(compiled, inputs), testing.run(fused, inputs))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning", "ignore:.*torch.jit.script")
 def test_another_length_and_other_offsets_compile_nothing_anew(device):
     graphs = []
 
@@ -76,7 +77,7 @@ def test_a_call_of_another_signature_has_a_plan_of_its_own(device):
 
 def test_inputs_at_odd_addresses(device):
     inputs = draw(device, T=10)
-    want = testing.run(fused, inputs)
+    testing.run(fused, inputs)  # leaves kernels compiled for aligned ones
 
     def moved(t):
         return torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)[1:].view(t.shape).copy_(t)
@@ -85,7 +86,7 @@ def test_inputs_at_odd_addresses(device):
         return fused(*(moved(x) for x in args), **kwargs)
 
     assert moved(inputs.q).data_ptr() % 16 == 4
-    assert same(testing.run(odd, inputs), want)
+    testing.assert_close(testing.run(odd, inputs), testing.oracle(inputs), testing.FP32_LIMIT)
 
 
 # ---- on a GPU: what the interpreter has no word for
