@@ -19,7 +19,7 @@ from the recurrence, where o_i is linear in q_i, and u_i = Vn_i is what token i 
 in / out    q, k [B, T, H, K]; v, do [B, T, HV, V]; g [B, T, HV, K]; beta [B, T, HV]; workspaces -> their gradients
 sums        dA_log, ddt_bias: a partial for each chunk, head and slice of channels, then a fixed order; no atomics
 heads       with HV > H, dq and dk are fp32 per value head, then summed over the group in a fixed order, rounded once
-cost        K = V = 128, bf16, a token and head: values reads 3360 bytes, writes 1540, 164 kflop in matmuls; keys reads
+cost        K = V = 128, bf16, a token and head: values reads 2570 bytes, writes 1310, 164 kflop in matmuls; keys reads
             2080, writes 770, 106 kflop in products of 16 x 16, some 160 instructions a channel
 oracle      autograd through openkda.kda.eager in fp64
 """
