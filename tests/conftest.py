@@ -8,6 +8,8 @@ compilation, tables) is left out in the interpreter's process, where `@triton.ji
 import importlib.util
 import os
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -61,6 +63,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> str:
     """Where kernels run in this process."""
     return "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nobody has written holds NaN, workspaces of bytes too, so reading it shows."""
+    import torch
+
+    from openkda.frameworks import torch as fw
+
+    def poison(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, **kwargs: Any) -> Any:
+            x = make(*args, **kwargs)
+            if torch.compiler.is_compiling() or not (x.is_floating_point() or x.dtype == torch.uint8):
+                return x
+            return x.fill_(255 if x.dtype == torch.uint8 else float("nan"))  # a float of bytes 255 is a NaN
+
+        return made
+
+    for name in ("empty", "allocate"):
+        monkeypatch.setattr(fw, name, poison(getattr(fw, name)))
 
 
 @pytest.fixture(autouse=True)
