@@ -85,15 +85,21 @@ def chunk_kda(
     Source: Kimi Linear, arXiv 2510.26692; docs/maths.md derives the chunked form.
     """
     op = "chunk_kda"
-    gate = {"use_gate_in_kernel": use_gate_in_kernel, "A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound}
-    beta_options = {"use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel, "allow_neg_eigval": allow_neg_eigval}
-    flags = {
+    options = {
+        "scale": scale,
+        "cu_seqlens": cu_seqlens,
+        "use_gate_in_kernel": use_gate_in_kernel,
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+        "lower_bound": lower_bound,
+        "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
+        "allow_neg_eigval": allow_neg_eigval,
         "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
         "output_final_state": output_final_state,
         "state_v_first": state_v_first,
+        "save_intermediates": save_intermediates,
+        "batch_invariant": batch_invariant,
     }
-    extras = {"save_intermediates": save_intermediates, "batch_invariant": batch_invariant}
-    options = {"scale": scale, "cu_seqlens": cu_seqlens, **gate, **beta_options, **flags, **extras}
     key = None if cp_context is not None else _passed.key(q, k, v, g, beta, initial_state, *options.values())
     if key not in _passed:
         sizes = check_inputs(op, q, k, v, g, beta, cu_seqlens)
@@ -105,22 +111,10 @@ def chunk_kda(
             check_state(op, "initial_state", initial_state, q, sizes, v_first=state_v_first)
         _passed.add(key)
     chosen = backends.choose(op, backend, AVAILABLE[op], q)
-    kernels: dict[str, Any] = extras if chosen == "triton" else {}
     run = eager_invariant.chunk_kda if batch_invariant and chosen == "eager" else AVAILABLE[op][chosen]
+    if chosen != "triton":
+        del options["save_intermediates"], options["batch_invariant"]
     if cp_context is not None:
+        del options["cu_seqlens"]
         run = functools.partial(context_parallel.chunk_kda, run, cp_context)
-    else:
-        kernels["cu_seqlens"] = cu_seqlens
-    return run(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale=scale,
-        initial_state=initial_state,
-        **gate,
-        **beta_options,
-        **flags,
-        **kernels,
-    )
+    return run(q, k, v, g, beta, initial_state=initial_state, **options)
