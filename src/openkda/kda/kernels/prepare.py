@@ -18,8 +18,8 @@ Tiles are [4, 16, channels]: the products within blocks are batches of four, one
 are operands of the next product without leaving their registers. Operands of scores are fp16 where that is safe
 (normalised keys, or fp16 inputs): as exact as tf32, at the price of bf16.
 
-On Hopper with bf16, K = V = 128 and l2norm both run in Gluon, `prepare_hopper.py` and `recompute_hopper.py`, in 0.63 and
-0.79 times the time.
+On Hopper with bf16 and K = V = 128 both run in Gluon, `prepare_hopper.py` (with l2norm) and `recompute_hopper.py`, in
+0.63 and 0.79 times the time.
 
 oracle: openkda.kda.eager, `decay_factors`, `intra_chunk_scores`, `triangular_inverse`
 """
