@@ -140,7 +140,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def train(config: Trainer.Config) -> dict[str, Any]:
-    """Losses by step, and the gradients of the first step, clipped, whole."""
+    """Losses by step, the gradients of the first step, clipped, whole, and the experts' biases after the last."""
     trainer = config.build()
     trainer.metrics_processor.logger = losses = Losses()
     gradients: dict[str, torch.Tensor] = {}
@@ -156,9 +156,13 @@ def train(config: Trainer.Config) -> dict[str, Any]:
     trainer.optimizers.step = spy
     try:
         trainer.train()
+        biases = {}
+        for part in trainer.model_parts:
+            named = ((n.replace("_checkpoint_wrapped_module.", ""), b) for n, b in part.named_buffers())
+            biases |= {n: whole(b) for n, b in named if n.endswith("expert_bias_E")}
     finally:
         trainer.close()
-    return {"losses": losses.train, "gradients": gradients}
+    return {"losses": losses.train, "gradients": gradients, "biases": biases}
 
 
 def run(name: str, folder: Path) -> None:
@@ -174,7 +178,9 @@ def run_in_turns(folder: Path) -> None:
     for name, steps in (("fsdp2_tp2", 3), ("cp2_fsdp2", STEPS)):
         config = config_of(LAYOUTS[name], folder / "turns", steps=steps)
         config.checkpoint.initial_load_path = str(folder / "seed")
-        found["losses"] |= train(config)["losses"]
+        turn = train(config)
+        found["losses"] |= turn["losses"]
+        found["biases"] = turn["biases"]
         rank = dist.get_rank()
         new_port()
     torch.save(found, folder / f"turns-{rank}.pt")

@@ -71,6 +71,10 @@ def test_layout_trains_like_one_process(results: Results, name: str) -> None:
     assert abs(losses[1] - single["losses"][1]) < FIRST_LOSS
     assert abs(losses[5] - single["losses"][5]) < LAST_LOSS
     assert single["losses"][5] < single["losses"][1]
+    biases = {n: b for rank in ranks for n, b in rank["biases"].items()}
+    assert biases.keys() == single["biases"].keys()
+    assert all(torch.equal(b, single["biases"][n]) for n, b in biases.items())
+    assert any(b.any() for b in biases.values())
     if name == "turns":
         return
     gradients = {n: g for rank in ranks for n, g in rank["gradients"].items()}

@@ -132,7 +132,8 @@ def _draw_whole_parameters() -> None:
     """Initialise a sharded parameter by drawing all of it and keeping this rank's part.
 
     Needed because torch 2.13 has no random numbers for sharded tensors on a CPU: every rank would draw the same ones
-    for its part, and halves of a weight would be equal. With this a model starts from the same weights in any layout.
+    for its part, and halves of a weight would be equal. With this a model starts from the same weights in any layout
+    without a pipeline, whose stages draw for themselves.
     Can go when DTensor's random operators support CPU meshes.
     """
     init = Module._init_param

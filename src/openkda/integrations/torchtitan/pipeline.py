@@ -17,9 +17,32 @@ from torchtitan.distributed.pipeline_parallel import pipeline_llm
 def pipeline_kimi_linear(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """torchtitan's pipelining function."""
     schedule, *rest = pipeline_llm(*args, **kwargs)
+    _leave_counts_alone(schedule)
     if "arg_mbs" not in inspect.signature(schedule.step).parameters:
         schedule.step = functools.partial(_step, schedule)
     return (schedule, *rest)
+
+
+def _stages(schedule: Any) -> list[Any]:
+    return schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+
+
+def _leave_counts_alone(schedule: Any) -> None:
+    """Before its first step, and when validation begins or ends, a schedule runs a forward to learn shapes. Tokens that
+    experts get there are none: counted, they would move the experts' bias.
+    """
+    name = "_initialize_stages" if hasattr(schedule, "_initialize_stages") else "_initialize_stage"
+    initialize = getattr(schedule, name)
+
+    def initialize_and_restore(*args: Any, **kwargs: Any) -> Any:
+        buffers = [named for stage in _stages(schedule) for named in stage.submod.named_buffers()]
+        counts = [(buffer, buffer.clone()) for name, buffer in buffers if name.endswith("tokens_per_expert_E")]
+        result = initialize(*args, **kwargs)
+        for buffer, before in counts:
+            buffer.copy_(before)
+        return result
+
+    setattr(schedule, name, initialize_and_restore)
 
 
 def _step(
@@ -34,8 +57,7 @@ def _step(
     target: None = None,
 ) -> None:
     """One step over micro-batches; forward only where the schedule has no backward (`eval`)."""
-    stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
-    for stage in stages:
+    for stage in _stages(schedule):
         stage.has_backward = schedule._has_backward
         stage.clear_runtime_states()
     arguments = arg_mbs or [()] * len(kwarg_mbs)
