@@ -12,6 +12,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import paddle
 import openkda
+from openkda.paddle.nn import KimiDeltaAttention
 from openkda.parallel.context import CPContext
 
 INSIDE = {
@@ -76,7 +77,20 @@ def run(case: str, cp: CPContext | None) -> dict[str, np.ndarray]:
         loss, results["final"] = loss + (final * drawn["dfinal"]).sum(), final
     grads = paddle.grad([loss], [drawn[name] for name in wanted])
     results |= {f"d{name}": grad for name, grad in zip(wanted, grads, strict=True)}
+    results |= run_layer(cp, where)
     return {name: value.numpy() for name, value in results.items()}
+
+
+def run_layer(cp: CPContext | None, where: dict) -> dict[str, paddle.Tensor]:
+    """The layer on tokens of its own."""
+    paddle.seed(0)
+    layer = KimiDeltaAttention(12, 2, 8)
+    x = paddle.to_tensor(np.random.default_rng(1).standard_normal((1, 160, 12)).astype("float32"))
+    x = x if cp is None else cp.local_tokens(x).clone()
+    x.stop_gradient = False
+    y = layer(x, **where)
+    (y * y).sum().backward()
+    return {"layer y": y, "layer dx": x.grad} | {f"layer.{n}": p.grad for n, p in layer.named_parameters()}
 
 
 def main(folder: str) -> None:

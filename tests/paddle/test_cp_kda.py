@@ -50,7 +50,7 @@ def test_two_processes_equal_one(folder: Path, case: str):
     ranks = [dict(np.load(folder / f"{case}-{rank}.npz")) for rank in range(SIZE)]
     assert ranks[0].keys() == want.keys()
     for name, exact in want.items():
-        if name in SHARED:
+        if name in SHARED or name.startswith("layer."):
             assert relative_rms(sum(rank[name] for rank in ranks), exact) < LIMIT, name
             continue
         for rank, result in enumerate(ranks):

@@ -69,7 +69,7 @@ class Halo:
                 blocks = [_last(tails[cp.place(p)], skip=0, count=n) for p, _, n in _sources(cp, part, width)][::-1]
                 old = starts[slot][:, part.pieces[0].before :]  # [C, 0 or more]
                 rows[slot] = fw.concat([old, fw.swap(fw.concat(blocks, 0))], 1)
-        return with_rows(fw, starts, rows)
+        return with_rows(fw, starts, rows) if rows else fw.copy(starts)  # a result is no input of its own
 
     @staticmethod
     def backward(fw: ModuleType, ctx: Any, grad: Any) -> tuple:
