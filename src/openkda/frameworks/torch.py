@@ -156,18 +156,8 @@ def empty(size: Sequence[int], *, like: Tensor, dtype: str | None = None) -> Ten
 
 
 def allocate(size: tuple[int, ...], strides: tuple[int, ...], dtype: str, *, like: Tensor) -> Tensor:
-    """An unwritten tensor on like's device, which is the current one.
-
-    torch.empty needs 5 us to find out what it is asked for; the function that compiled code calls needs 0.6.
-    """
-    make = _ALLOCATORS.get(like.device.type)
-    if make is None:
-        return torch.empty_strided(size, strides, dtype=_DTYPES[dtype], device=like.device)
-    return make(size, strides, _DTYPES[dtype])
-
-
-_GUARDS = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-_ALLOCATORS: dict[str, Any] = {name: getattr(_GUARDS, f"_empty_strided_{name}", None) for name in ("cpu", "cuda")}
+    """An unwritten tensor on like's device, which is the current one."""
+    return torch.empty_strided(size, strides, dtype=_DTYPES[dtype], device=like.device)
 
 
 def arange(n: int, *, like: Tensor, dtype: str = "int64") -> Tensor:
