@@ -56,6 +56,7 @@ LN_2 = constexpr(0.6931471805599453)
 FLOOR_LOG2 = constexpr(-4096.0)  # as in common.py
 UP_TO, BEHIND = constexpr(0), constexpr(1)  # 0/1 matrices: rows up to a row, rows behind it
 OPERAND = constexpr(gl.SwizzledSharedLayout(8, 4, 2, [1, 0]))  # of [.., 16] numbers of 16 bits: no bank conflicts
+VECTOR = constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 FRAGMENTS = constexpr(gl.SwizzledSharedLayout(4, 2, 4, [1, 0]))
 
 
@@ -115,6 +116,11 @@ def _channels(layout):
 def _staged(KC):
     """[.., 16], eight neighbouring numbers a thread."""
     return gl.BlockedLayout([1, 8], [16, 2], [KC // 16, 1], [1, 0])
+
+
+@constexpr_function
+def _one(KC):
+    return gl.BlockedLayout([1], [32], [KC // 16], [0])
 
 
 @constexpr_function
@@ -284,41 +290,69 @@ def _stage_selections(terms, keeps, first: constexpr, KC: constexpr):
 
 
 @jit
-def _stage_weights(w_q, w_k, off_q, off_k, lvl_q, lvl_k, KC: constexpr):
-    """Right operands [16, 16] of dAqk, dL: off [n, m], blocks (m, n); lvl [n, m], pairs of level 8 >> n in block m, of
-    dL both halves."""
-    i = gl.arange(0, 64, layout=_channels(_staged(KC)))[:, None]
-    j = gl.arange(0, 16, layout=_rows(_staged(KC)))[None, :]
-    for n in gl.static_range(3):
-        off_q.index(n).store(gl.load(w_q + (i * C + n * 16 + j)))
-        off_k.index(n).store(gl.load(w_k + (i * C + n * 16 + j)))
-    start = (i // 16) * 16
-    b_q = gl.load(w_q + (i * C + start + j))
-    b_k = gl.load(w_k + (i * C + start + j))
-    b_m = gl.load(w_k + ((start + j) * C + i))
-    i = i % 16
-    b_k = gl.where(i > j, b_k, b_m)
-    for n in gl.static_range(3):
-        mine = ((i ^ j) >= (8 >> n)) & ((i ^ j) < (16 >> n))
-        lvl_q.index(n).store(gl.where(mine & (i > j), b_q, 0.0).to(b_q.dtype))
-        lvl_k.index(n).store(gl.where(mine, b_k, 0.0).to(b_k.dtype))
-
-
-# ---- rows
-@jit
 def _unpack64(x):
     return x.to(gl.int32).to(gl.float32, bitcast=True), (x >> 32).to(gl.int32).to(gl.float32, bitcast=True)
 
 
 @jit
-def _normalised(raw, p_norms, scale, L2NORM: constexpr):
-    """y [KC, 16] = raw times its norm's factor, and f, c [1, 16]: the gradient of raw is f dy - c y."""
-    y = _to_acc(raw)
+def _load_weights(w_q, w_k, KC: constexpr):
+    """dAqk, dL [64, 16] by columns n of blocks; their diagonal blocks, and those of dL transposed."""
+    i = gl.arange(0, 64, layout=_channels(_staged(KC)))[:, None]
+    j = gl.arange(0, 16, layout=_rows(_staged(KC)))[None, :]
+    at = i * C + j
+    own = (i // 16) * 16
+    return (
+        (gl.load(w_q + at), gl.load(w_q + at + 16), gl.load(w_q + at + 32)),
+        (gl.load(w_k + at), gl.load(w_k + at + 16), gl.load(w_k + at + 32)),
+        gl.load(w_q + (i * C + own + j)), gl.load(w_k + (i * C + own + j)), gl.load(w_k + ((own + j) * C + i)),
+    )  # fmt: skip
+
+
+@jit
+def _stage_weights(weights, off_q, off_k, lvl_q, lvl_k, KC: constexpr):
+    """Right operands [16, 16]: off [n], blocks (m, n); lvl [n], pairs of level 8 >> n in block m, of dL both halves."""
+    i = gl.arange(0, 64, layout=_channels(_staged(KC)))[:, None] % 16
+    j = gl.arange(0, 16, layout=_rows(_staged(KC)))[None, :]
+    b_q = weights[2]
+    b_k = gl.where(i > j, weights[3], weights[4])
+    for n in gl.static_range(3):
+        off_q[n].store(weights[0][n])
+        off_k[n].store(weights[1][n])
+        mine = ((i ^ j) >= (8 >> n)) & ((i ^ j) < (16 >> n))
+        lvl_q[n].store(gl.where(mine & (i > j), b_q, 0.0).to(b_q.dtype))
+        lvl_k[n].store(gl.where(mine, b_k, 0.0).to(b_k.dtype))
+
+
+@jit
+def _load_rows(w_q, w_k, row_norms, KC: constexpr, L2NORM: constexpr):
+    """Of every row: norms of q and of k, the diagonal of dAqk; of every other row its neighbour's dAqk and dL."""
+    i = gl.arange(0, 64, layout=_one(KC))
+    odd = gl.arange(0, 32, layout=_one(KC)) * 2 + 1
+    norm_q, norm_k = i.to(gl.int64), i.to(gl.int64)
     if L2NORM:
-        f, c = _unpack64(gl.load(p_norms)[None, :])
-        return y * f, f, c
-    else:
-        return y * scale, scale, 0.0
+        norm_q, norm_k = gl.load(row_norms + i), gl.load(row_norms + C + i)
+    at = odd * (C + 1) - 1
+    return norm_q, norm_k, gl.load(w_q + i * (C + 1)), gl.load(w_q + at), gl.load(w_k + at)
+
+
+@jit
+def _stage_rows(values, s_rows):
+    f_q, c_q = _unpack64(values[0])
+    f_k, c_k = _unpack64(values[1])
+    s_rows[0].store(f_q)
+    s_rows[1].store(c_q)
+    s_rows[2].store(f_k)
+    s_rows[3].store(c_k)
+    for n in gl.static_range(3):
+        s_rows[4 + n].store(values[2 + n].to(gl.float32))
+
+
+# ---- rows
+@jit
+def _row(x, b: constexpr, LAYOUT: constexpr):
+    """Numbers of the rows of block b, [1, 16] or [1, 8]."""
+    N: constexpr = x.shape[0] // 4
+    return x.slice(N * b, N, 0).load(LAYOUT)[None, :]
 
 
 @jit
@@ -477,10 +511,16 @@ def _keys_bwd_kernel(
         rows = gl.minimum(T - first.to(gl.int32), C)
     o_c = _channel(gl.arange(0, KC, layout=_channels(FOUR)))
     if rows > 0:
-        off_q = gl.allocate_shared_memory(WS, [3, 64, 16], OPERAND)
-        off_k = gl.allocate_shared_memory(WS, [3, 64, 16], OPERAND)
-        lvl_q = gl.allocate_shared_memory(WS, [3, 64, 16], OPERAND)
-        lvl_k = gl.allocate_shared_memory(WS, [3, 64, 16], OPERAND)
+        off_q, off_k, lvl_q, lvl_k, s_rows = (), (), (), (), ()
+        for _ in gl.static_range(3):
+            off_q = off_q + (gl.allocate_shared_memory(WS, [64, 16], OPERAND),)
+            off_k = off_k + (gl.allocate_shared_memory(WS, [64, 16], OPERAND),)
+            lvl_q = lvl_q + (gl.allocate_shared_memory(WS, [64, 16], OPERAND),)
+            lvl_k = lvl_k + (gl.allocate_shared_memory(WS, [64, 16], OPERAND),)
+        for _ in gl.static_range(5):
+            s_rows = s_rows + (gl.allocate_shared_memory(gl.float32, [64], VECTOR),)
+        for _ in gl.static_range(2):
+            s_rows = s_rows + (gl.allocate_shared_memory(gl.float32, [32], VECTOR),)
         terms_level = gl.allocate_shared_memory(TERM, [64, 16], OPERAND)
         keeps_level = gl.allocate_shared_memory(WS, [64, 16], OPERAND)
         terms_side = gl.allocate_shared_memory(TERM, [32, 16], OPERAND)
@@ -496,46 +536,54 @@ def _keys_bwd_kernel(
         q += i_b * q_b + first * Q_T + i_hk * q_h
         k += i_b * k_b + first * K_T + i_hk * k_h
         g += i_b * g_b + first * G_T + i_h.to(gl.int64) * g_h
+        dqg += i_ch * (C * K)
+        dxs += i_ch * (C * K)
+        dkg += i_ch * (C * K)
         _prefetch(q, rows, Q_T, KC, K)
         _prefetch(k, rows, K_T, KC, K)
         _prefetch(g, rows, G_T, KC, K)
-        _prefetch(dkg + i_ch * (C * K), C, K, KC, K)
-        _prefetch(dqg + i_ch * (C * K), C, K, KC, K)
-        _prefetch(dxs + i_ch * (C * K), C, K, KC, K)
+        _prefetch(dkg, C, K, KC, K)
+        _prefetch(dqg, C, K, KC, K)
+        _prefetch(dxs, C, K, KC, K)
         w_q += i_ch * (C * C)
         w_k += i_ch * (C * C)
-        row_norms += i_ch * (2 * C)
-        row_beta += i_ch * C
-        _stage_selections(terms_level, keeps_level, 0, KC)
-        _stage_selections(terms_side, keeps_side, 4, KC)
-        _stage_weights(w_q, w_k, off_q, off_k, lvl_q, lvl_k, KC)
-
         r = gl.arange(0, 16, layout=_rows(ACC))
-        r_odd = gl.arange(0, 8, layout=_rows(_eight(KC))) * 2 + 1
-        p_norms, p_beta, p_diagonal = row_norms + r, row_beta + r, w_q + r * (C + 1)
-        p_odd, p_odd_q, p_odd_k = row_beta + r_odd, w_q + (r_odd * (C + 1) - 1), w_k + (r_odd * (C + 1) - 1)
         r_mem = gl.arange(0, 16, layout=_rows(_mem(KC)))[None, :]
         c_mem = gl.arange(0, KC, layout=_channels(_mem(KC)))[:, None]
-        lead = gl.arange(0, 4, layout=_rows(FOUR))[None, :] == 0  # one of the threads that share a channel
-        zero = gl.zeros([KC, 16], gl.float32, ACC)
-        none = gl.zeros([KC, 4], gl.float32, FOUR)
+        p_beta = row_beta + i_ch * C + r
+        p_odd = row_beta + i_ch * C + gl.arange(0, 8, layout=_rows(_eight(KC))) * 2 + 1
         o_out = i_b * out_b + first * OUT_T + i_h * K
+
+        # loads that nothing needs yet: weights, rows, the first columns
+        weights = _load_weights(w_q, w_k, KC)
+        values = _load_rows(w_q, w_k, row_norms + i_ch * (2 * C), KC, L2NORM)
         rate = 1.0
         if GATE != "none":
             rate = gl.exp2(gl.load(A_log + i_h) * LOG2_E)
+        m_k = c_mem < K
+        m = (r_mem < rows) & m_k
+        raw_k = gl.load(k + (r_mem * K_T + c_mem), mask=m, other=0.0)
+        raw_g = gl.load(g + (r_mem * G_T + c_mem), mask=m, other=0.0)
+        raw_kg = gl.load(dkg + (r_mem * K + c_mem), mask=m_k, other=0.0)
+        _stage_selections(terms_level, keeps_level, 0, KC)
+        _stage_selections(terms_side, keeps_side, 4, KC)
+        _stage_weights(weights, off_q, off_k, lvl_q, lvl_k, KC)
+        _stage_rows(values, s_rows)
+
+        lead = gl.arange(0, 4, layout=_rows(FOUR))[None, :] == 0  # one of the threads that share a channel
+        zero = gl.zeros([KC, 16], gl.float32, ACC)
+        none = gl.zeros([KC, 4], gl.float32, FOUR)
         for i_s in range(SLICES):
             k0 = i_s * KC
             left = K - k0
             if K % KC == 0:
                 left = KC
-            m_mem = c_mem < left
-            p_q, p_k, p_g = (
-                (q + k0) + (r_mem * Q_T + c_mem),
-                (k + k0) + (r_mem * K_T + c_mem),
-                (g + k0) + (r_mem * G_T + c_mem),
-            )
+            m_k = c_mem < left
+            p_q, p_k = (q + k0) + (r_mem * Q_T + c_mem), (k + k0) + (r_mem * K_T + c_mem)
+            p_g, p_kg = (g + k0) + (r_mem * G_T + c_mem), (dkg + k0) + (r_mem * K + c_mem)
+            p_qg, p_xs = (dqg + k0) + (r_mem * K + c_mem), (dxs + k0) + (r_mem * K + c_mem)
             at_out = (o_out + k0) + (r_mem * OUT_T + c_mem)
-            at_ws = (i_ch * (C * K) + k0) + (r_mem * K + c_mem)
+            end = gl.load(ends + i_ch * K + k0 + o_c, mask=o_c < left, other=0.0)
             bias = gl.zeros([KC, 16], gl.float32, ACC)
             if dt_bias is not None:
                 bias = gl.load(dt_bias + i_h * K + k0 + o_c, mask=o_c < left, other=0.0)
@@ -546,15 +594,22 @@ def _keys_bwd_kernel(
             fluxes = ()  # of the state behind the chunk with columns before block m, up to block m
             flux = none
             for b in gl.static_range(4):
-                m = (r_mem + b * 16 < rows) & m_mem
-                raw_k = gl.load(p_k + b * 16 * K_T, mask=m, other=0.0)
-                raw_g = gl.load(p_g + b * 16 * G_T, mask=m, other=0.0)
-                raw_kg = gl.load(dkg + at_ws + b * 16 * K, mask=m_mem, other=0.0)
+                b_k, b_g, b_kg = _to_acc(raw_k), _to_acc(raw_g), _to_acc(raw_kg)
+                if b < 3:  # the next block's
+                    m = (r_mem + (b + 1) * 16 < rows) & m_k
+                    raw_k = gl.load(p_k + (b + 1) * 16 * K_T, mask=m, other=0.0)
+                    raw_g = gl.load(p_g + (b + 1) * 16 * G_T, mask=m, other=0.0)
+                    raw_kg = gl.load(p_kg + (b + 1) * 16 * K, mask=m_k, other=0.0)
+                else:
+                    m = (r_mem + b * 16 < rows) & m_k
+                    raw_q = gl.load(p_q + b * 16 * Q_T, mask=m, other=0.0)
+                    raw_qg = gl.load(p_qg + b * 16 * K, mask=m_k, other=0.0)
+                    raw_xs = gl.load(p_xs + b * 16 * K, mask=m_k, other=0.0)
                 valid = gl.where(r + b * 16 < rows, 1.0, 0.0)[None, :]  # rows without a token do not decay
                 if GATE == "softplus":
-                    g2, d_raw = _gate(_to_acc(raw_g), bias, rate * valid, 0.0, GATE, WS == gl.float32)
+                    g2, d_raw = _gate(b_g, bias, rate * valid, 0.0, GATE, WS == gl.float32)
                 else:
-                    g2, d_raw = _gate(_to_acc(raw_g), bias, rate, lower_bound * valid, GATE, WS == gl.float32)
+                    g2, d_raw = _gate(b_g, bias, rate, lower_bound * valid, GATE, WS == gl.float32)
                 terms = gl.maximum(g2, FLOOR_LOG2).to(TERM)
                 s_g[b].store(terms)
                 if GATE != "none":
@@ -563,32 +618,46 @@ def _keys_bwd_kernel(
                 p = gl.exp2(_select(terms, _right(_square(terms_side, UP_TO), KC), zero))
                 y = gl.exp2(_select(terms, _right(_square(terms_side, BEHIND), KC), zero))
                 t = _first_row(p) * _first_row(y)
-                b_k, _, _ = _normalised(raw_k, p_norms + (C + b * 16), 1.0, L2NORM)
+                if L2NORM:
+                    b_k *= _row(s_rows[2], b, _rows(ACC))
                 b_ky = b_k * y
                 if b < 3:
                     s_ky[b].store(b_ky.to(WS))
                 decays = decays + (t,)
                 fluxes = fluxes + (flux,)
-                flux = flux * t + _partial(b_ky * _to_acc(raw_kg))
+                flux = flux * t + _partial(b_ky * b_kg)
 
             # blocks, last first
             behind = none + 1.0  # decay of the blocks behind this one
-            end = gl.load(ends + i_ch * K + k0 + o_c, mask=o_c < left, other=0.0)
             end = gl.where(lead, end[:, None] + none, 0.0) * (decays[0] * decays[1]) * (decays[2] * decays[3])
             straddles = (end, end, end, end)
             s_bias = none
             s_A = none
             for b in gl.static_range(3, -1, -1):
-                m = (r_mem + b * 16 < rows) & m_mem
-                raw_q = gl.load(p_q + b * 16 * Q_T, mask=m, other=0.0)
-                raw_k = gl.load(p_k + b * 16 * K_T, mask=m, other=0.0)
-                h_q = _to_acc(gl.load(dqg + at_ws + b * 16 * K, mask=m_mem, other=0.0))
-                h_k = _to_acc(gl.load(dxs + at_ws + b * 16 * K, mask=m_mem, other=0.0))
-                h_c = _to_acc(gl.load(dkg + at_ws + b * 16 * K, mask=m_mem, other=0.0))
+                m = (r_mem + b * 16 < rows) & m_k
+                b_q, b_k = _to_acc(raw_q), _to_acc(raw_k)
+                h_q, h_k, h_c = _to_acc(raw_qg), _to_acc(raw_xs), _to_acc(raw_kg)
                 if GATE == "bounded":
-                    raw_g = gl.load(p_g + b * 16 * G_T, mask=m, other=0.0)
-                b_q, f_q, c_q = _normalised(raw_q, p_norms + b * 16, scale, L2NORM)
-                b_k, f_k, c_k = _normalised(raw_k, p_norms + (C + b * 16), 1.0, L2NORM)
+                    b_z = _to_acc(raw_g) + bias
+                if b > 0:  # the next block's
+                    m_next = (r_mem + (b - 1) * 16 < rows) & m_k
+                    raw_q = gl.load(p_q + (b - 1) * 16 * Q_T, mask=m_next, other=0.0)
+                    raw_k = gl.load(p_k + (b - 1) * 16 * K_T, mask=m_next, other=0.0)
+                    raw_qg = gl.load(p_qg + (b - 1) * 16 * K, mask=m_k, other=0.0)
+                    raw_xs = gl.load(p_xs + (b - 1) * 16 * K, mask=m_k, other=0.0)
+                    raw_kg = gl.load(p_kg + (b - 1) * 16 * K, mask=m_k, other=0.0)
+                    if GATE == "bounded":
+                        raw_g = gl.load(p_g + (b - 1) * 16 * G_T, mask=m_next, other=0.0)
+                elif SLICES > 1:  # the next slice's first columns
+                    m_next = (r_mem < rows) & (c_mem < K - k0 - KC)
+                    raw_k = gl.load(p_k + KC, mask=m_next, other=0.0)
+                    raw_g = gl.load(p_g + KC, mask=m_next, other=0.0)
+                    raw_kg = gl.load(p_kg + KC, mask=c_mem < K - k0 - KC, other=0.0)
+                if L2NORM:
+                    b_q *= _row(s_rows[0], b, _rows(ACC))
+                    b_k *= _row(s_rows[2], b, _rows(ACC))
+                else:
+                    b_q *= scale
                 beta = 1.0
                 if not BETA_SIGMOID:
                     beta = gl.load(p_beta + b * 16)[None, :]
@@ -617,8 +686,8 @@ def _keys_bwd_kernel(
                     else:
                         passed = (passed[0], passed[1], f)
                     column = _left(s_ky[n])
-                    h_q = _mma(column, _right(_square(off_q.index(n), b).permute((1, 0)), KC), h_q)
-                    h_k = _mma(column, _right(_square(off_k.index(n), b).permute((1, 0)), KC), h_k)
+                    h_q = _mma(column, _right(_square(off_q[n], b).permute((1, 0)), KC), h_q)
+                    h_k = _mma(column, _right(_square(off_k[n], b).permute((1, 0)), KC), h_k)
                 straddle = straddles[b] + fluxes[b] * (decays[b] * behind)
                 straddles = (straddles[0] + passed[0], straddles[1] + passed[1], straddles[2] + passed[2], end)
                 behind *= decays[b]
@@ -634,8 +703,8 @@ def _keys_bwd_kernel(
                 # columns of this block with what lies behind it
                 for n in gl.static_range(3, b, -1):
                     h_c *= _all_rows(decays[n])
-                    h_c = _mma(_left(s_qp[n - 1]), _right(_square(off_q.index(b), n), KC), h_c)
-                    h_c = _mma(_left(s_kp[n - 1]), _right(_square(off_k.index(b), n), KC), h_c)
+                    h_c = _mma(_left(s_qp[n - 1]), _right(_square(off_q[b], n), KC), h_c)
+                    h_c = _mma(_left(s_kp[n - 1]), _right(_square(off_k[b], n), KC), h_c)
                 h_c *= y
                 d_k += h_c
                 d_g = _select(_as_left(b_k * h_c, WS), _right(_square(keeps_side, BEHIND), KC), d_g)
@@ -643,39 +712,38 @@ def _keys_bwd_kernel(
                 # pairs inside this block
                 upper = (r >= 8)[None, :]
                 d_q, d_k, d_g, x = _half_pairs(
-                    b_q, b_k, terms, _square(terms_level, 0), _square(keeps_level, 0), _square(lvl_q.index(0), b),
-                    _square(lvl_k.index(0), b), gl.where(upper, beta, 1.0), d_q, d_k, d_g, WS, BETA_SIGMOID,
+                    b_q, b_k, terms, _square(terms_level, 0), _square(keeps_level, 0), _square(lvl_q[0], b),
+                    _square(lvl_k[0], b), gl.where(upper, beta, 1.0), d_q, d_k, d_g, WS, BETA_SIGMOID,
                 )  # fmt: skip
                 if not BETA_SIGMOID:
                     k_d += gl.where(upper, x, 0.0)
                 for n in gl.static_range(1, 3):
                     upper = ((r // (8 >> n)) % 2 == 1)[None, :]
                     d_q, d_k, d_g, x = _level_pairs(
-                        b_q, b_k, terms, _square(terms_level, n), _square(keeps_level, n), _square(lvl_q.index(n), b),
-                        _square(lvl_k.index(n), b), gl.where(upper, beta, 1.0), d_q, d_k, d_g, WS, BETA_SIGMOID,
+                        b_q, b_k, terms, _square(terms_level, n), _square(keeps_level, n), _square(lvl_q[n], b),
+                        _square(lvl_k[n], b), gl.where(upper, beta, 1.0), d_q, d_k, d_g, WS, BETA_SIGMOID,
                     )  # fmt: skip
                     if not BETA_SIGMOID:
                         k_d += gl.where(upper, x, 0.0)
-                at = b * 16 * (C + 1)
                 terms = gl.convert_layout(terms, ACC)
                 b_odd = 1.0
                 if not BETA_SIGMOID:
                     b_odd = gl.load(p_odd + b * 16)[None, :]
                 d_q, d_k, d_g, x = _neighbour_pairs(
-                    b_q, b_k, terms, gl.load(p_odd_q + at).to(gl.float32)[None, :],
-                    gl.load(p_odd_k + at).to(gl.float32)[None, :], b_odd, d_q, d_k, d_g, BETA_SIGMOID,
+                    b_q, b_k, terms, _row(s_rows[5], b, _rows(_eight(KC))), _row(s_rows[6], b, _rows(_eight(KC))),
+                    b_odd, d_q, d_k, d_g, BETA_SIGMOID,
                 )  # fmt: skip
                 if not BETA_SIGMOID:
                     k_d = gl.sum(_add_pairs(k_d, None, x), 0)
                     gl.store(k_dk + (i_ch * SLICES + i_s) * C + b * 16 + r, k_d)
-                w_ii = gl.load(p_diagonal + at).to(gl.float32)[None, :]
+                w_ii = _row(s_rows[4], b, _rows(ACC))
                 d_q += w_ii * b_k
                 d_k += w_ii * b_q
 
                 # norm and gate
                 if L2NORM:
-                    d_q = d_q * f_q - b_q * c_q
-                    d_k = d_k * f_k - b_k * c_k
+                    d_q = d_q * _row(s_rows[0], b, _rows(ACC)) - b_q * _row(s_rows[1], b, _rows(ACC))
+                    d_k = d_k * _row(s_rows[2], b, _rows(ACC)) - b_k * _row(s_rows[3], b, _rows(ACC))
                 else:
                     d_q *= scale
                 d_raw = d_g
@@ -685,7 +753,7 @@ def _keys_bwd_kernel(
                 if GATE == "softplus":
                     s_A += _partial(d_g * terms.to(gl.float32))
                 elif GATE == "bounded":
-                    s_A += _partial(d_raw * (_to_acc(raw_g) + bias))
+                    s_A += _partial(d_raw * b_z)
                 at = at_out + b * 16 * OUT_T
                 gl.store(dq + at, _to_mem(d_q).to(dq.dtype.element_ty), mask=m)
                 gl.store(dk + at, _to_mem(d_k).to(dk.dtype.element_ty), mask=m)
