@@ -153,7 +153,8 @@ def _launcher(compiled: Any) -> tuple[Callable[..., None], list[Any], Callable[[
         def call(programs: int, stream: Any, params: list[Any]) -> None:
             raw(programs, 1, 1, stream, function, *flags, *scratch, packed, *watched, *params)
 
-        return call, metas, lambda tiles, meta: nvidia.make_tensordesc_arg(tiles, meta)[0]
+        encode: Any = nvidia.make_tensordesc_arg  # of two arguments there, of three in 3.8
+        return call, metas, lambda tiles, meta: encode(tiles, meta)[0]
     types = (launcher.arg_annotations, launcher.kernel_signature)
 
     def call_packed(programs: int, stream: Any, params: list[Any]) -> None:
