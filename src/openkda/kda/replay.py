@@ -36,7 +36,7 @@ class ReplayState(NamedTuple):
 
     def select(self, index: Any) -> ReplayState:
         """The sequences named by index (int64 `[N']`), in its order."""
-        return ReplayState(*(frameworks.of(x).take(x, index, 0) for x in self))
+        return ReplayState._make(frameworks.of(x).take(x, index, 0) for x in self)
 
 
 def check_replay_state(op: str, before: Any, tokens: tuple, sizes: Sizes, *, v_first: bool) -> None:
@@ -81,7 +81,7 @@ def _begin(fw: ModuleType, before: Any | None, tokens: tuple, sizes: Sizes, v_fi
         inner = (sizes.V, sizes.K) if v_first else (sizes.K, sizes.V)
         before = fw.zeros((sizes.N, sizes.HV, *inner), like=tokens[2], dtype=dtype)
     rows = (fw.zeros((sizes.N, CHUNK, *fw.shape(x)[2:]), like=x) for x in tokens)
-    return ReplayState(before, *rows, fw.zeros((sizes.N,), like=tokens[2], dtype="int64"))
+    return ReplayState._make((before, *rows, fw.zeros((sizes.N,), like=tokens[2], dtype="int64")))
 
 
 def _over(fw: ModuleType, mask: Any, x: Any) -> Any:
@@ -102,7 +102,7 @@ def _one_token_each(
     full = length == CHUNK - 1
     state = fw.where(full[:, None, None, None], after, before.state)
     rows = [fw.where(_over(fw, full[:, None], x), fw.zeros((), like=x), x) for x in rows]
-    return o, ReplayState(state, *rows, fw.where(full, fw.zeros((), like=length), length + 1))
+    return o, ReplayState._make((state, *rows, fw.where(full, fw.zeros((), like=length), length + 1)))
 
 
 def _any_number(
@@ -162,4 +162,4 @@ def _any_number(
     index = fw.where(p < whole, p + fw.take(full_ends - full, n, 0), p + (capacity + n * CHUNK - whole))
     index = fw.where(owner < N, index, capacity + N * CHUNK)
     o = fw.reshape(fw.take(fw.concat(outputs, 0), index, 0), (sizes.B, sizes.T, *fw.shape(o)[2:]))
-    return o, ReplayState(state, *rows, total - full)
+    return o, ReplayState._make((state, *rows, total - full))
