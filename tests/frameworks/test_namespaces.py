@@ -31,6 +31,7 @@ ONE_LIBRARY = (
     "frameworks/torch.py",
     "frameworks/paddle.py",
     "integrations",
+    "kda/kernels/gluon_interpreted.py",  # for Triton's interpreter; its copies by TMA are of torch tensors
     "nn",
     "paddle",
     "parity",

@@ -54,10 +54,13 @@ def chunk_kda(
         for c in range(chunks.NC):
             if chunks.table is not None:
                 S = _start_of(fw, chunks.table, S0, c, zeros, S)
-            own = [fw.copy(x[r, c][None]) for x in tokens]
+            c_q, c_k, c_v, c_g, c_beta = (fw.copy(x[r, c][None]) for x in tokens)
             o, S = eager.chunk_kda(
-                *own[:4],
-                own[4][..., 0],
+                c_q,
+                c_k,
+                c_v,
+                c_g,
+                c_beta[..., 0],
                 initial_state=fw.copy(S),
                 output_final_state=True,
                 valid=fw.copy(valid[c]),

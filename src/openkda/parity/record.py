@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import openkda
 from openkda.integrations.torchtitan import kda as titan_kda
-from openkda.integrations.torchtitan.decode import KDACache
+from openkda.integrations.torchtitan.decode import DecodeCache, KDACache
 from openkda.integrations.torchtitan.model import KimiLinearBlock, KimiLinearModel
 from openkda.parity import stages
 from openkda.parity.reference import operator_home
@@ -282,12 +282,13 @@ def decode_ours(model: KimiLinearModel, reference: Decoding) -> Decoding:
     """Give every mixer of ours the inputs that the reference's got, in as many calls, with a cache of its own."""
     out = Decoding(reference.inputs, [[] for _ in model.layers], {})
     total = sum(x.shape[1] for x in reference.inputs[0])
-    caches = model.init_cache(1, max_length=total).layers
-    for i, (block, cache) in enumerate(zip(blocks_of(model), caches, strict=True)):
+    caches = model.init_cache(1, max_length=total)
+    assert isinstance(caches, DecodeCache)
+    for i, (block, cache) in enumerate(zip(blocks_of(model), caches.layers, strict=True)):
         mixer = getattr(block, block.mixer_name)
         for x in reference.inputs[i]:
             out.outputs[i].append(mixer(x, cache=cache))
             if isinstance(cache, KDACache) and i not in out.states:
-                assert cache.state is not None
+                assert isinstance(cache.state, torch.Tensor)
                 out.states[i] = cache.state.clone()
     return out
