@@ -15,6 +15,7 @@ behind itself to the end of its half.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,14 @@ class Activations:
     lower_bound: float | None  # of the bounded gate, nats
     beta_sigmoid: bool
     beta_scale: float  # of the sigmoid: 1, or 2 for negative eigenvalues
+
+
+def hopper_module(name: str, x: Any, *token_tensors: Any) -> Any | None:
+    """The Gluon module of a stage where it takes the call, else None."""
+    if frameworks.of(x).compute_capability(x) != 90:
+        return None
+    module = importlib.import_module("openkda.kda.kernels." + name)  # needs Gluon, which not every Triton has
+    return module if module.takes(x, *token_tensors) else None
 
 
 def is_matrix(x: Any) -> bool:

@@ -33,27 +33,14 @@ numbers each.
 # (device functions are no plain Python; tuples grow by +, the only way that Triton knows)
 from __future__ import annotations
 
-import triton
+import triton.language as tl  # noqa: F401  # the interpreter looks for it here
 
-from openkda.kda.kernels.common import INTERPRETED
-
-if INTERPRETED:
-    import triton.language as tl  # noqa: F401  # the interpreter looks for it here
-
-    from openkda.kda.kernels import gluon_interpreted as gl
-    from openkda.kda.kernels.gluon_interpreted import constexpr_function, mma_v2
-
-    jit = triton.jit
-else:
-    from triton.experimental.gluon import constexpr_function, jit
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from openkda.kda.kernels.common import FLOOR_LOG2, INTERPRETED, LOG2_E
+from openkda.kda.kernels.gluon import constexpr_function, gl, jit, mma_v2
 
 constexpr = gl.constexpr  # the interpreter looks for this name at arguments
 C = constexpr(64)
-LOG2_E = constexpr(1.4426950408889634)
 LN_2 = constexpr(0.6931471805599453)
-FLOOR_LOG2 = constexpr(-4096.0)  # as in common.py
 UP_TO, BEHIND = constexpr(0), constexpr(1)  # 0/1 matrices: rows up to a row, rows behind it
 OPERAND = constexpr(gl.SwizzledSharedLayout(8, 4, 2, [1, 0]))  # of [.., 16] numbers of 16 bits: no bank conflicts
 VECTOR = constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from openkda import frameworks
 from openkda.kda.kernels import tuning
-from openkda.kda.kernels.common import Activations, locate_chunk, sigmoid
+from openkda.kda.kernels.common import Activations, hopper_module, locate_chunk, sigmoid
 from openkda.kda.kernels.launch import launch
 from openkda.kda.kernels.tables import CHUNK, Layout
 
@@ -144,15 +144,6 @@ def _values_bwd_kernel(
 
 
 # ---- launcher
-def _hopper(a: Any, *token_tensors: Any) -> Any | None:
-    """The faster module where it takes the call, else None."""
-    if frameworks.of(a).compute_capability(a) != 90:
-        return None
-    from openkda.kda.kernels import gradients_values_hopper
-
-    return gradients_values_hopper if gradients_values_hopper.takes(a, *token_tensors) else None
-
-
 def values_bwd(
     *, v: Any, beta: Any, do: Any, a: Any, aqk: Any, qg: Any, v_new: Any, dv_new: Any, states: Any, dstates: Any,
     norms: Any, work: dict[str, Any], dv: Any, dbeta: Any, act: Activations, layout: Layout, BK: int, BV: int,
@@ -168,7 +159,7 @@ def values_bwd(
     fw = frameworks.of(a)
     NC, HV, K, V = (int(n) for n in states.shape)
     flags = {"L2NORM": act.l2norm, "BETA_SIGMOID": act.beta_sigmoid, "PACKED": layout.packed}
-    if hopper and (module := _hopper(a, v, do, dv)) is not None:
+    if hopper and (module := hopper_module("gradients_values_hopper", a, v, do, dv)) is not None:
         module.values_bwd(
             v=v, beta=beta, do=do, a=a, aqk=aqk, qg=qg, v_new=v_new, dv_new=dv_new, states=states, dstates=dstates,
             norms=norms, work=work, dv=dv, dbeta=dbeta, layout=layout, scale=act.scale, beta_scale=act.beta_scale,

@@ -22,56 +22,28 @@ from __future__ import annotations
 
 from typing import Any
 
+import triton.language as tl  # noqa: F401  # the interpreter looks for it here
+
 from openkda import frameworks
-from openkda.kda.kernels.common import INTERPRETED, as_matrix, is_matrix
+from openkda.kda.kernels.common import LOG2_E, as_matrix, is_matrix
+from openkda.kda.kernels.gluon import (
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from openkda.kda.kernels.hopper import C, D, place, token_tiles, workspace
 from openkda.kda.kernels.launch import launch
-from openkda.kda.kernels.scan_hopper import C, D, _token_tiles, _workspace
 from openkda.kda.kernels.tables import CHUNK, Layout
 
-if INTERPRETED:
-    import triton
-    import triton.language as tl  # noqa: F401  # the interpreter looks for it here
-
-    from openkda.kda.kernels import gluon_interpreted as gl
-    from openkda.kda.kernels.gluon_interpreted import (
-        fence_async_shared,
-        mbarrier,
-        tma,
-        warpgroup_mma,
-        warpgroup_mma_wait,
-    )
-
-    jit = triton.jit
-else:
-    from triton.experimental.gluon import jit
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.hopper import (
-        fence_async_shared,
-        mbarrier,
-        tma,
-        warpgroup_mma,
-        warpgroup_mma_wait,
-    )
-
-
-LOG2_E = gl.constexpr(1.4426950408889634)
 # Barriers, in the order in which tiles come: A and dVn, v, Vn, dO, Aqk, dS', S, Qg
 AT, VALUES, WRITTEN, OUTPUTS, SCORES, AFTER, BEFORE, QUERIES = (gl.constexpr(i) for i in range(8))
 
 
 # ---------------------------------------------------------------- device helpers
-@jit
-def _place(chunks, item, T, HV, PACKED: gl.constexpr):
-    """Of an item: head, first token among all, valid rows (0 .. C)."""
-    i_c, i_h = item // HV, item % HV
-    if PACKED:
-        return i_h, gl.load(chunks + i_c * 4), gl.load(chunks + i_c * 4 + 1)
-    per_sequence = (T + C - 1) // C
-    i_b = i_c // per_sequence
-    start = (i_c - i_b * per_sequence) * C
-    return i_h, i_b * T + start, gl.minimum(T - start, C)
-
-
 @jit
 def _pack64(low, high):
     low, high = low.to(gl.int32, bitcast=True).to(gl.int64), high.to(gl.int32, bitcast=True).to(gl.int64)
@@ -106,7 +78,7 @@ def _load(
 ):  # fmt: skip
     n = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        i_h, token, rows = _place(chunks, item, T, HV, PACKED)
+        i_h, token, rows = place(chunks, item, T, HV, PACKED)
         if rows > 0:
             free = (n & 1) ^ 1
             mbarrier.wait(empty.index(AT), free)
@@ -159,7 +131,7 @@ def _chain(
     j = gl.arange(0, C, layout=gl.SliceLayout(0, acc_c))[None, :]
     n = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        i_h, token, rows = _place(chunks, item, T, HV, PACKED)
+        i_h, token, rows = place(chunks, item, T, HV, PACKED)
         if rows > 0:
             ready = n & 1
             i_ch = gl.cast(item, gl.int64)
@@ -326,11 +298,11 @@ def values_bwd(
     with fw.on_device(a):
         launch(
             _values_bwd_hopper_kernel, min(NC * HV, PROGRAMS),
-            _workspace(a, CHUNK), _workspace(dv_new, 128), _token_tiles(as_matrix(v), 128),
-            _workspace(v_new, 128), _token_tiles(as_matrix(do), 128), _workspace(aqk, CHUNK),
-            _workspace(dstates, 128, 128), _workspace(states, 128, 128), _workspace(qg, 128),
-            _token_tiles(dv, 128), *(_workspace(work[n], 128) for n in ("dqg", "dxs", "dkg")),
-            *(_workspace(work[n], CHUNK) for n in ("w_q", "w_k")),
+            workspace(a, CHUNK), workspace(dv_new, 128), token_tiles(as_matrix(v), 128),
+            workspace(v_new, 128), token_tiles(as_matrix(do), 128), workspace(aqk, CHUNK),
+            workspace(dstates, 128, 128), workspace(states, 128, 128), workspace(qg, 128),
+            token_tiles(dv, 128), *(workspace(work[n], 128) for n in ("dqg", "dxs", "dkg")),
+            *(workspace(work[n], CHUNK) for n in ("w_q", "w_k")),
             beta, norms, dv, work["ends"], work["row_norms"], work["row_beta"], dbeta, layout.chunks,
             NC * HV, layout.T, HV, float(scale), float(beta_scale), *(int(s) for s in fw.strides(beta)[:3]),
             int(fw.strides(dbeta)[0]),

@@ -26,7 +26,6 @@ oracle: openkda.kda.eager, `decay_factors`, `intra_chunk_scores`, `triangular_in
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import triton
@@ -41,6 +40,7 @@ from openkda.kda.kernels.common import (
     Activations,
     decay_log2,
     exponents,
+    hopper_module,
     locate_chunk,
     packed_product,
     prefetch_rows,
@@ -419,14 +419,6 @@ def _settings(stage: str, q: Any, v: Any, act: Activations, layout: Layout, tile
     return settings
 
 
-def _hopper(name: str, a: Any, *token_tensors: Any) -> Any | None:
-    """The faster module of that name where it takes the call, else None."""
-    if frameworks.of(a).compute_capability(a) != 90:
-        return None
-    module = importlib.import_module("openkda.kda.kernels." + name)
-    return module if module.takes(a, *token_tensors) else None
-
-
 def _token_strides(*xs: Any) -> list[int]:
     """Strides of [B, T, heads, ..] over B, T and heads, of one tensor after the other, in elements."""
     return [int(s) for x in xs for s in frameworks.of(x).strides(x)[:3]]
@@ -449,7 +441,7 @@ def prepare_fwd(
     """
     fw = frameworks.of(q)
     HV, K = int(v.shape[2]), int(q.shape[3])
-    if tile is None and act.l2norm and (module := _hopper("prepare_hopper", a, q, k, v, g)) is not None:
+    if tile is None and act.l2norm and (module := hopper_module("prepare_hopper", a, q, k, v, g)) is not None:
         module.prepare_fwd(
             q=q, k=k, v=v, g=g, beta=beta, w=w, u=u, kg=kg, qg=qg, aqk=aqk, a=a, decay=decay, norms=norms, act=act,
             layout=layout, options=tuning.lookup("prepare_fwd_hopper", 90, work=layout.num_chunks * HV),
@@ -476,7 +468,7 @@ def recompute_fwd(
     """
     fw = frameworks.of(q)
     HV = int(v.shape[2])
-    if tile is None and (module := _hopper("recompute_hopper", a, q, k, v, g)) is not None:
+    if tile is None and (module := hopper_module("recompute_hopper", a, q, k, v, g)) is not None:
         module.recompute_fwd(
             q=q, k=k, v=v, g=g, beta=beta, a=a, w=w, u=u, kg=kg, qg=qg, decay=decay, norms=norms, act=act,
             layout=layout, **tuning.lookup("recompute_fwd_hopper", 90, work=layout.num_chunks * HV),

@@ -22,41 +22,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import triton.language as tl  # noqa: F401  # the interpreter looks for it here
+
 from openkda import frameworks
-from openkda.kda.kernels.common import INTERPRETED
-from openkda.kda.kernels.gradients_values_hopper import _place
+from openkda.kda.kernels.common import FLOOR_LOG2, LOG2_E, NORM_EPS
+from openkda.kda.kernels.gluon import (
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    mma_v2,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from openkda.kda.kernels.hopper import C, D, decay_log2, place, token_tiles, workspace
 from openkda.kda.kernels.launch import launch
-from openkda.kda.kernels.recompute_hopper import FLOOR_LOG2, LOG2_E, NORM_EPS, _decay_log2, takes
-from openkda.kda.kernels.scan_hopper import C, D, _token_tiles, _workspace
+from openkda.kda.kernels.recompute_hopper import takes
 from openkda.kda.kernels.tables import CHUNK, Layout
-
-if INTERPRETED:
-    import triton
-    import triton.language as tl  # noqa: F401  # the interpreter looks for it here
-
-    from openkda.kda.kernels import gluon_interpreted as gl
-    from openkda.kda.kernels.gluon_interpreted import (
-        fence_async_shared,
-        mbarrier,
-        mma_v2,
-        tma,
-        warpgroup_mma,
-        warpgroup_mma_wait,
-    )
-
-    jit = triton.jit
-else:
-    from triton.experimental.gluon import jit
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-    from triton.experimental.gluon.language.nvidia.hopper import (
-        fence_async_shared,
-        mbarrier,
-        tma,
-        warpgroup_mma,
-        warpgroup_mma_wait,
-    )
-
 
 __all__ = ["prepare_fwd", "takes"]
 
@@ -195,7 +178,7 @@ def _decays(g_buf, bias_at, speed, rows, lower_bound, sums, tables, decay, GATE:
         rate = rate * speed
     else:
         rate = speed + 0.0 * rate
-    b_g = gl.maximum(_decay_log2(g_buf.load(TERMS).to(gl.float32), bias[None, :], rate, bound, GATE), FLOOR_LOG2)
+    b_g = gl.maximum(decay_log2(g_buf.load(TERMS).to(gl.float32), bias[None, :], rate, bound, GATE), FLOOR_LOG2)
     sums.store(gl.sum(b_g.reshape([4, 16, D]), 1))
     t0, t1 = sums.slice(0, 1, 0).load(LINE), sums.slice(1, 1, 0).load(LINE)
     t2, t3 = sums.slice(2, 1, 0).load(LINE), sums.slice(3, 1, 0).load(LINE)
@@ -360,7 +343,7 @@ def _prepare_fwd_hopper_kernel(
         mbarrier.init(bars.index(bar), count=1)
     fence_async_shared()
     item = gl.program_id(0)
-    i_h, token, rows = _place(chunks, item, T, HV, PACKED)
+    i_h, token, rows = place(chunks, item, T, HV, PACKED)
     if rows > 0:
         i_ch = gl.cast(item, gl.int64)
         i_hk = i_h // group
@@ -517,8 +500,8 @@ def prepare_fwd(
     with fw.on_device(a):
         launch(
             _prepare_fwd_hopper_kernel, NC * HV,
-            *(_token_tiles(x, 128) for x in (q, k, v, g)), *(_workspace(x, 128) for x in (w, u, kg, qg)),
-            _workspace(aqk, CHUNK), _workspace(a, CHUNK), beta, act.A_log, act.dt_bias, decay, norms, layout.chunks,
+            *(token_tiles(x, 128) for x in (q, k, v, g)), *(workspace(x, 128) for x in (w, u, kg, qg)),
+            workspace(aqk, CHUNK), workspace(a, CHUNK), beta, act.A_log, act.dt_bias, decay, norms, layout.chunks,
             layout.T, HV, HV // int(q.shape[2]), float(act.scale), float(act.lower_bound or 0.0), float(act.beta_scale),
             *(int(s) for s in fw.strides(beta)[:3]), GATE=act.gate, BETA_SIGMOID=act.beta_sigmoid,
             PACKED=layout.packed, num_warps=4, **options,

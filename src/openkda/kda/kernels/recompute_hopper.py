@@ -23,66 +23,27 @@ from __future__ import annotations
 
 from typing import Any
 
+import triton.language as tl  # noqa: F401  # the interpreter looks for it here
+
 from openkda import frameworks
-from openkda.kda.kernels.common import INTERPRETED, is_matrix
-from openkda.kda.kernels.gradients_values_hopper import _place
+from openkda.kda.kernels.common import FLOOR_LOG2, LOG2_E, NORM_EPS, is_matrix
+from openkda.kda.kernels.gluon import (
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from openkda.kda.kernels.hopper import C, D, decay_log2, place, token_tiles, workspace
 from openkda.kda.kernels.launch import launch
-from openkda.kda.kernels.scan_hopper import C, D, _token_tiles, _workspace
 from openkda.kda.kernels.tables import CHUNK, Layout
 
-if INTERPRETED:
-    import triton
-    import triton.language as tl  # noqa: F401  # the interpreter looks for it here
-
-    from openkda.kda.kernels import gluon_interpreted as gl
-    from openkda.kda.kernels.gluon_interpreted import (
-        fence_async_shared,
-        mbarrier,
-        tma,
-        warpgroup_mma,
-        warpgroup_mma_wait,
-    )
-
-    jit = triton.jit
-else:
-    from triton.experimental.gluon import jit
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.hopper import (
-        fence_async_shared,
-        mbarrier,
-        tma,
-        warpgroup_mma,
-        warpgroup_mma_wait,
-    )
-
-
-LOG2_E = gl.constexpr(1.4426950408889634)
-FLOOR_LOG2 = gl.constexpr(-4096.0)
-NORM_EPS = gl.constexpr(1e-6)
 GATES, ROWS, VALUES = (gl.constexpr(2 * i) for i in range(3))  # barriers of g; q and k; A and v: one a set of buffers
 
 
 # ---------------------------------------------------------------- device helpers
-@jit
-def _decay_log2(raw, bias, rate, bound, GATE: gl.constexpr):
-    """`common.decay_log2`, which says how."""
-    if GATE == "softplus":
-        y = raw * LOG2_E + bias * LOG2_E
-        u = gl.exp2(-gl.abs(y))
-        p = 0.06274843357141435 - 0.012077020269316563 * u
-        p = -0.1541520064325823 + u * p
-        p = 0.2551763492142669 + u * p
-        p = -0.3530963533412672 + u * p
-        p = 0.48001246079524296 + u * p
-        p = -0.7213067574280009 + u * p
-        p = 1.442694724590345 + u * p
-        return -rate * (gl.maximum(y, 0.0) + u * p)
-    elif GATE == "bounded":
-        return (bound * LOG2_E) / (1.0 + gl.exp2((raw + bias) * (-LOG2_E * rate)))
-    else:
-        return raw * LOG2_E
-
-
 @jit
 def _send(out, m, value, desc, row):
     """Result number m on its way to global memory. Its buffer was last used by number m - 3: that one has left."""
@@ -109,7 +70,7 @@ def _load(
 ):  # fmt: skip
     n = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        i_h, token, rows = _place(chunks, item, T, HV, PACKED)
+        i_h, token, rows = place(chunks, item, T, HV, PACKED)
         if rows > 0:
             slot, free = n % 2, ((n // 2) & 1) ^ 1
             i_hk = i_h // group
@@ -143,7 +104,7 @@ def _chain(
     behind = gl.where(s[None, :] > i, 1.0, 0.0).to(gl.float16)
     n = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        i_h, token, rows = _place(chunks, item, T, HV, PACKED)
+        i_h, token, rows = place(chunks, item, T, HV, PACKED)
         if rows > 0:
             slot, ready = n % 2, (n // 2) & 1
             i_ch = gl.cast(item, gl.int64)
@@ -166,7 +127,7 @@ def _chain(
             raw = g_ring.index(slot).load(acc)
             mbarrier.arrive(empty.index(GATES + slot), count=1)
             raw = gl.where((r < rows)[:, None], raw.to(gl.float32), 0.0)
-            b_g = gl.maximum(_decay_log2(raw, bias[None, :], rate, bound, GATE), FLOOR_LOG2)
+            b_g = gl.maximum(decay_log2(raw, bias[None, :], rate, bound, GATE), FLOOR_LOG2)
             terms.store(b_g.to(gl.float16))
             fence_async_shared()
             gl.store(decay + i_ch * D + c, gl.exp2(gl.sum(b_g, 0)))
@@ -264,8 +225,8 @@ def recompute_fwd(
     with fw.on_device(a):
         launch(
             _recompute_fwd_hopper_kernel, min(NC * HV, PROGRAMS),
-            *(_token_tiles(x, 128) for x in (q, k, v, g)), _workspace(a, CHUNK),
-            *(_workspace(x, 128) for x in (w, u, kg, qg)), beta, act.A_log, act.dt_bias, decay, norms, layout.chunks,
+            *(token_tiles(x, 128) for x in (q, k, v, g)), workspace(a, CHUNK),
+            *(workspace(x, 128) for x in (w, u, kg, qg)), beta, act.A_log, act.dt_bias, decay, norms, layout.chunks,
             NC * HV, layout.T, HV, HV // int(q.shape[2]), float(act.scale), float(act.lower_bound or 0.0),
             float(act.beta_scale), *(int(s) for s in fw.strides(beta)[:3]),
             GATE=act.gate, L2NORM=act.l2norm, BETA_SIGMOID=act.beta_sigmoid, PACKED=layout.packed, num_warps=8,

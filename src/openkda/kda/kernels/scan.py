@@ -34,6 +34,7 @@ import triton.language as tl
 
 from openkda import frameworks
 from openkda.kda.kernels import tuning
+from openkda.kda.kernels.common import hopper_module
 from openkda.kda.kernels.launch import launch
 from openkda.kda.kernels.tables import CHUNK, GROUP, Layout
 
@@ -271,15 +272,6 @@ def _tile(stage: str, x: Any, *, K: int, V: int, work: int, batch_invariant: boo
     }
 
 
-def _hopper(w: Any, token_tensor: Any) -> Any | None:
-    """The faster module for the serial scans where it takes the call, else None."""
-    if frameworks.of(w).compute_capability(w) != 90:
-        return None
-    from openkda.kda.kernels import scan_hopper
-
-    return scan_hopper if scan_hopper.takes(w, token_tensor) else None
-
-
 def _matrix(x: Any, rows: int, cols: int, TMA: bool) -> Any:
     """A workspace as kernels want it: itself, or a descriptor of its tiles [rows, cols]."""
     if not TMA or x is None:
@@ -309,7 +301,7 @@ def scan_fwd(
     Cost (K = V = 128, bf16, a token and head): reads 1160 bytes, writes 256 (+ 128 with checkpoints); 115 kflop.
     """
     HV, K, V = int(w.shape[1]), int(w.shape[3]), int(u.shape[3])
-    if tile is None and (hopper := _hopper(w, o)) is not None:
+    if tile is None and (hopper := hopper_module("scan_hopper", w, o)) is not None:
         settings = tuning.lookup("scan_fwd_hopper", 90, work=0 if batch_invariant else layout.N * HV)
         hopper.scan_fwd(
             w=w, u=u, kg=kg, qg=qg, aqk=aqk, decay=decay, o=o, layout=layout, initial_state=initial_state,
@@ -370,7 +362,7 @@ def reverse_scan_bwd(
     Cost (K = V = 128, bf16, a token and head): reads 1160 bytes, writes 768; 115 kflop.
     """
     HV, K, V = int(w.shape[1]), int(w.shape[3]), int(dv_new.shape[3])
-    if tile is None and (hopper := _hopper(w, do)) is not None:
+    if tile is None and (hopper := hopper_module("scan_hopper", w, do)) is not None:
         settings = tuning.lookup("reverse_scan_bwd_hopper", 90, work=0 if batch_invariant else layout.N * HV)
         hopper.reverse_scan_bwd(
             w=w, kg=kg, qg=qg, aqk=aqk, decay=decay, do=do, dv_new=dv_new, dstates=dstates, layout=layout,

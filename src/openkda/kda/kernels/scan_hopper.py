@@ -29,7 +29,6 @@ oracle   scan.py
 # (a launch passes plain values for constexpr parameters; device functions are no plain Python)
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from triton.experimental import gluon
@@ -45,11 +44,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from openkda import frameworks
 from openkda.kda.kernels.common import as_matrix
+from openkda.kda.kernels.hopper import C, D, shared, token_tiles, workspace
 from openkda.kda.kernels.launch import launch
 from openkda.kda.kernels.tables import CHUNK, GROUP, Layout
 
-C = gl.constexpr(64)
-D = gl.constexpr(128)  # K = V
 HALF = gl.constexpr(64)  # S^T is kept as two [BV, HALF] accumulators
 
 
@@ -405,28 +403,9 @@ def _reverse_scan_bwd_hopper_kernel(
 
 
 # ---------------------------------------------------------------- launchers
-@functools.cache
-def _shared(*shape: int) -> Any:
-    """The shared-memory layout of a tile: bf16 if it has two axes, fp32 if one."""
-    if len(shape) == 2:
-        return gl.NVMMASharedLayout.get_default_for(list(shape), gl.bfloat16)
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-
-
-def _tiles(x: Any, height: int, width: int, stride: int, rows: int, cols: int) -> TensorDescriptor:
-    base = frameworks.of(x).descriptor_base(x)
-    return TensorDescriptor(base, [height, width], [stride, 1], [rows, cols], _shared(rows, cols))
-
-
-def _workspace(x: Any, cols: int, rows: int = CHUNK) -> TensorDescriptor:
-    """Tiles [rows, cols] of a contiguous workspace [NC, HV, height, width]."""
-    NC, HV, height, width = x.shape
-    return _tiles(x, NC * HV * height, width, width, rows, cols)
-
-
 def _decay(decay: Any) -> TensorDescriptor:
     NC, HV, K = decay.shape
-    return TensorDescriptor(frameworks.of(decay).descriptor_base(decay), [NC * HV * K], [1], [K], _shared(K))
+    return TensorDescriptor(frameworks.of(decay).descriptor_base(decay), [NC * HV * K], [1], [K], shared(K))
 
 
 def takes(w: Any, token_tensor: Any) -> bool:
@@ -434,12 +413,6 @@ def takes(w: Any, token_tensor: Any) -> bool:
     fw = frameworks.of(w)
     sizes = (fw.shape(w)[3], fw.shape(token_tensor)[3], fw.dtype_name(w), fw.dtype_name(token_tensor))
     return sizes == (128, 128, "bfloat16", "bfloat16") and fw.compute_capability(w) == 90 and fw.shape(w)[0] > 0
-
-
-def _token_tiles(x: Any, BV: int) -> TensorDescriptor:
-    fw = frameworks.of(x)
-    B, T, HV, V = (int(n) for n in x.shape)
-    return _tiles(x, B * T, HV * V, int(fw.strides(x)[1]), CHUNK, BV)
 
 
 def scan_fwd(
@@ -452,8 +425,8 @@ def scan_fwd(
     with frameworks.of(w).on_device(w):
         launch(
             _scan_fwd_hopper_kernel, layout.N * HV * (128 // BV),
-            _workspace(w, 128), _workspace(u, BV), _workspace(kg, 128), _decay(decay), _workspace(qg, 128),
-            _workspace(aqk, CHUNK), _token_tiles(o, BV), _workspace(checkpoints if kept else w, BV, 128),
+            workspace(w, 128), workspace(u, BV), workspace(kg, 128), _decay(decay), workspace(qg, 128),
+            workspace(aqk, CHUNK), token_tiles(o, BV), workspace(checkpoints if kept else w, BV, 128),
             initial_state, o, final_state, layout.cu_seqlens, layout.T, HV, BV=BV, RING=RING, M=GROUP,
             INITIAL=initial_state is not None, FINAL=final_state is not None, CHECKPOINTS=kept,
             V_FIRST=state_v_first, PACKED=layout.packed, num_warps=BV // 16,
@@ -469,8 +442,8 @@ def reverse_scan_bwd(
     with frameworks.of(w).on_device(w):
         launch(
             _reverse_scan_bwd_hopper_kernel, layout.N * HV * (128 // BV),
-            _workspace(w, 128), _workspace(kg, 128), _workspace(qg, 128), _workspace(aqk, CHUNK), _decay(decay),
-            _token_tiles(as_matrix(do), BV), _workspace(dv_new, BV), _workspace(dstates, BV, 128),
+            workspace(w, 128), workspace(kg, 128), workspace(qg, 128), workspace(aqk, CHUNK), _decay(decay),
+            token_tiles(as_matrix(do), BV), workspace(dv_new, BV), workspace(dstates, BV, 128),
             dfinal_state, dinitial_state, layout.cu_seqlens, layout.T, HV, BV=BV, RING=RING,
             INITIAL=dinitial_state is not None, FINAL=dfinal_state is not None, V_FIRST=state_v_first,
             PACKED=layout.packed, num_warps=BV // 16,
