@@ -137,10 +137,15 @@ def lower_bound(op: str, value: Any) -> None:
         )
 
 
-def inference_only(op: str, instead: str, **tensors: Any) -> None:
-    """None of the tensors (None is skipped) needs a gradient; `instead` is the operator that has one."""
-    for name, x in tensors.items():
-        if frameworks.is_tensor(x) and frameworks.of(x).needs_grad(x):
+def inference_only(op: str, instead: str, like: Any, /, **tensors: Any) -> None:
+    """None of the tensors (None is skipped; all of like's library) needs a gradient; `instead` is the operator that has
+    one.
+    """
+    fw = frameworks.of(like)
+    if not fw.needs_grad(*tensors.values()):
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and fw.needs_grad(tensor):
             hint = f"this operator is inference only; train with {instead}"
             bad_value(op, name, "not need a gradient", "requires_grad=True", hint)
 

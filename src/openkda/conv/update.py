@@ -62,7 +62,7 @@ def _check(x: Any, state: Any, weight: Any, bias: Any, activation: Any, indices:
     if indices is not None:
         checks.state_indices(_OP, indices, sequences=N, slots=slots)
     checks.same_device(_OP, "x", x, conv_state=state, weight=weight, bias=bias, state_indices=indices)
-    checks.inference_only(_OP, "causal_conv1d", x=x, conv_state=state, weight=weight, bias=bias)
+    checks.inference_only(_OP, "causal_conv1d", x, x=x, conv_state=state, weight=weight, bias=bias)
 
 
 def _step(

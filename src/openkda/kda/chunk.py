@@ -18,7 +18,7 @@ def _fused(*tensors: Any, **options: Any) -> tuple[Any, Any | None]:
 
 _passed = checks.Passed()
 
-# Best first.
+# What "auto" prefers comes first. The fused kernels come second until all of their tests have passed on a GPU.
 AVAILABLE = {"chunk_kda": {"eager": eager.chunk_kda, "triton": _fused, "reference": reference.chunk_kda}}
 
 

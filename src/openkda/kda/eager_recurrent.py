@@ -1,7 +1,7 @@
 """`recurrent_kda` in plain tensor operations, on any device: the loop over tokens without the host reading offsets.
 
-The arithmetic is that of `kernels/recurrent.py`: where g is near 0 decay acts as S + S (exp(g) - 1), which does not
-drift, as S exp(g) with a rounded exp(g) does.
+Where g is near 0 decay acts as S + S (exp(g) - 1), which does not drift, as S exp(g) with a rounded exp(g) does
+(docs/decisions/008-decode.md). The kernel, `kernels/recurrent.py`, is judged by this and by the reference.
 """
 
 from __future__ import annotations

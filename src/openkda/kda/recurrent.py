@@ -85,7 +85,7 @@ def recurrent_kda(
             return _invariant(op, tokens, initial_state, sizes, call, backend)
         _passed.add(key)
     fw = frameworks.of(q)
-    _refuse_gradients(op, fw, tokens, A_log, dt_bias, initial_state)
+    _refuse_gradients(op, tokens, A_log, dt_bias, initial_state)
     chosen = backends.choose(op, backend, AVAILABLE[op], q)
     token_by_token = AVAILABLE[op][chosen]
     with fw.no_grad():
@@ -96,15 +96,10 @@ def recurrent_kda(
         return _with_pool(token_by_token, tokens, initial_state, state_indices, call), None
 
 
-def _refuse_gradients(op: str, fw: Any, tokens: tuple, A_log: Any, dt_bias: Any, state: Any) -> None:
-    inputs = (*tokens, A_log, dt_bias, None if isinstance(state, ReplayState) else state)
-    if not fw.needs_grad(*inputs):
-        return
-    names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
-    for name, x in zip(names, inputs, strict=True):
-        if x is not None and fw.needs_grad(x):
-            hint = "this operator is inference only; train with chunk_kda"
-            checks.bad_value(op, name, "not need a gradient", "requires_grad=True", hint)
+def _refuse_gradients(op: str, tokens: tuple, A_log: Any, dt_bias: Any, state: Any) -> None:
+    named = dict(zip(("q", "k", "v", "g", "beta"), tokens, strict=True)) | {"A_log": A_log, "dt_bias": dt_bias}
+    named["initial_state"] = None if isinstance(state, ReplayState) else state
+    checks.inference_only(op, "chunk_kda", tokens[0], **named)
 
 
 def _invariant(
@@ -112,7 +107,7 @@ def _invariant(
 ) -> tuple[Any, Any | None]:
     """With batch_invariant: by replay of the unfinished chunk."""
     fw = frameworks.of(tokens[0])
-    _refuse_gradients(op, fw, tokens, call["A_log"], call["dt_bias"], before)
+    _refuse_gradients(op, tokens, call["A_log"], call["dt_bias"], before)
     if backend == "reference":
         raise BackendUnavailable(
             f'{op}: batch_invariant=True needs backend "triton" or "eager", got "reference", whose activations run '
@@ -143,20 +138,13 @@ def _check_pool(op: str, pool: Any, indices: Any, q: Any, sizes: Sizes, *, v_fir
     fw = frameworks.of(q)
     if pool is None:
         checks.bad_value(op, "initial_state", "be the pool of states with state_indices", None)
-    checks.dtype(op, "state_indices", indices, ("int32", "int64"))
-    checks.shape(op, "state_indices", indices, (sizes.N,), "[N]", "one slot per sequence; negative for padding")
     wanted = ("float32", "bfloat16", "float64") if fw.dtype_name(q) == "float64" else ("float32", "bfloat16")
     checks.dtype(op, "initial_state", pool, wanted, "a pool of states is fp32 or bf16")
     inner, axes = ((sizes.V, sizes.K), "[slots, HV, V, K]") if v_first else ((sizes.K, sizes.V), "[slots, HV, K, V]")
     checks.rank(op, "initial_state", pool, axes)
     checks.shape(op, "initial_state", pool, (int(pool.shape[0]), sizes.HV, *inner), axes)
+    checks.state_indices(op, indices, sequences=sizes.N, slots=int(pool.shape[0]))
     checks.same_device(op, "q", q, initial_state=pool, state_indices=indices)
-    if checks.values_wanted():
-        used = [i for i in fw.to_list(indices) if i >= 0]
-        if used and max(used) >= int(pool.shape[0]):
-            checks.bad_value(op, "state_indices", f"be below the pool's {int(pool.shape[0])} slots", max(used))
-        if len(set(used)) != len(used):
-            checks.bad_value(op, "state_indices", "name every slot at most once", used)
 
 
 def _with_pool(
@@ -189,5 +177,6 @@ def _write_slots(fw: Any, pool: Any, slots: Any, states: Any, live: Any) -> None
 
 
 def _live_tokens(fw: Any, cu_seqlens: Any, live: Any, tokens: int) -> Any:
-    padded = fw.concat([live, live[:1] != live[:1]], 0)  # the tail belongs to no sequence: not live
+    never = live[:1] != live[:1]  # False, as a tensor: the tail belongs to no sequence
+    padded = fw.concat([live, never], 0)
     return fw.take(padded, packing.sequence_ids(cu_seqlens, tokens), 0)[None, :, None, None]

@@ -30,9 +30,8 @@ def compiled(kernel, arch, gate="softplus", fp32=False):
     strides = tuple(n for n in names if n[-2:] in ("_b", "_t", "_h"))
     signature = {n: TYPES.get(n, "*fp32" if fp32 else "*bf16") for n in names if n not in constants}
     signature |= dict.fromkeys(strides, "i32")
-    options = {n: tile[n] for n in ("maxnreg",) if n in tile and kernel is KEYS}
     warps = tile["KC"] // 16 if kernel is KEYS else 4
-    return report(kernel, signature, constants, arch, num_warps=warps, num_stages=1, aligned=strides, **options)
+    return report(kernel, signature, constants, arch, num_warps=warps, num_stages=1, aligned=strides)
 
 
 def test_values_kernel_does_not_spill_on_sm_90():

@@ -63,7 +63,7 @@ def test_prepare_and_recompute_agree_with_the_portable_kernels(case, device):
     HV, used = x["v"].shape[2], (rows > 0).to(device)
     names = ("w", "u", "kg", "qg", "aqk", "a", "decay", "norms")
     got, want = (workspaces(layout, HV, device, names) for _ in range(2))
-    prepare_hopper.prepare_fwd(**x, **got, act=act, layout=layout, options={})
+    prepare_hopper.prepare_fwd(**x, **got, act=act, layout=layout)
     prepare.prepare_fwd(**x, **want, act=act, layout=layout, tile=tuning.lookup("prepare_fwd", 80, work=1))
     agree(got, want, used, 2e-3)  # scores are summed in another order before they are rounded to bf16
 

@@ -6,7 +6,7 @@ pytest.importorskip("triton")
 
 from triton.experimental.gluon import language as gl
 
-from openkda.kda.kernels import gradients_values_hopper, prepare_hopper, recompute_hopper, tuning
+from openkda.kda.kernels import gradients_values_hopper, prepare_hopper, recompute_hopper
 from openkda.testing.compile import SHARED_LIMIT, report
 
 KERNELS = {
@@ -38,8 +38,7 @@ def test_hopper_kernels_keep_their_numbers_in_registers(stage, gate, packed):
             pytest.skip("knows no gate")
     names = [n for n in kernel.arg_names if n not in constants]
     signature = {n: tile(n.removesuffix("_desc")) if n.endswith("_desc") else TYPES.get(n, "i32") for n in names}
-    options = {n: o for n, o in tuning.lookup(stage + "_hopper", 90, work=1).items() if n != "PROGRAMS"}
-    used = report(kernel, signature, constants, 90, num_warps=num_warps, **options)
+    used = report(kernel, signature, constants, 90, num_warps=num_warps)
     assert used.target == "sm_90a"
     assert max(used.spill_stores, used.spill_loads) <= 96, used  # put aside once an item
     programs = 3 if stage == "prepare_fwd" else 1  # a multiprocessor, of which each keeps 1 KB of shared memory

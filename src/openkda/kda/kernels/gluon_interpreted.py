@@ -41,10 +41,6 @@ def constexpr_function(fn: Any) -> Any:
     return _no_layout
 
 
-def thread_barrier() -> None:
-    """One thread at a time runs here."""
-
-
 def arange(start: int, end: int, layout: Any = None) -> Any:
     return tl.arange(start, end)
 
@@ -62,8 +58,12 @@ def zeros_like(x: Any) -> Any:
 
 
 def inline_asm_elementwise(asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int) -> Any:
-    """The two instructions that kernels use."""
-    return args[0] * args[1] if asm.startswith("mul") else args[0].to(dtype)
+    """The two instructions that kernels use: products, and conversions."""
+    if asm.startswith("mul.rn"):
+        return args[0] * args[1]
+    if asm.startswith("cvt.rn"):
+        return args[0].to(dtype)
+    raise NotImplementedError(f"gluon_interpreted: an instruction must be mul.rn or cvt.rn, got {asm.split()[0]}")
 
 
 def convert_layout(x: Any, layout: Any) -> Any:

@@ -28,6 +28,7 @@ oracle      autograd through openkda.kda.eager in fp64
 # (a launch passes plain values for constexpr parameters, and loops over tl.range)
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import triton
@@ -104,13 +105,6 @@ def _sum_over_chunks_kernel(
 
 
 # ---- launcher
-def _numel(x: Any) -> int:
-    count = 1
-    for size in x.shape:
-        count *= int(size)
-    return count
-
-
 def gradients_bwd(
     *, q: Any, k: Any, v: Any, g: Any, beta: Any, do: Any, a: Any, aqk: Any, qg: Any, v_new: Any, dv_new: Any,
     states: Any, dstates: Any, norms: Any, dq: Any, dk: Any, dv: Any, dg: Any, dbeta: Any, act: Activations,
@@ -144,8 +138,6 @@ def gradients_bwd(
     flags = {"L2NORM": act.l2norm, "BETA_SIGMOID": act.beta_sigmoid, "PACKED": layout.packed}
     term = tl.float32 if fw.dtype_name(a) == "float32" else tl.float16
     flags |= {"H": H, "HV": HV, "K": K, "KC": KC, "TERM": term, "num_warps": KC // 16}
-    if "maxnreg" in t:
-        flags["maxnreg"] = t.pop("maxnreg")
     gradients_values.values_bwd(
         v=v, beta=beta, do=do, a=a, aqk=aqk, qg=qg, v_new=v_new, dv_new=dv_new, states=states, dstates=dstates,
         norms=norms, work=work, dv=dv, dbeta=x_v, act=act, layout=layout, **t,
@@ -167,7 +159,7 @@ def gradients_bwd(
             )  # fmt: skip
         if H != HV:
             for per_head, total in ((dq_heads, dq), (dk_heads, dk)):
-                numel = _numel(total)
+                numel = math.prod(fw.shape(total))
                 launch(_group_sum_kernel, -(-numel // 1024), per_head, total, numel, K=K, GROUP=HV // H, BLOCK=1024)
     if partials is None and act.gate != "none":
         sums = {"A_log": fw.empty((HV,), like=dA), "dt_bias": fw.empty((HV, K), like=dA)}
@@ -206,7 +198,6 @@ def _settings(q: Any, v: Any, act: Activations, layout: Layout, tile: dict | Non
     t = dict(tile or tuning.lookup("gradients_bwd", tuning.family_of(q), work=layout.num_chunks * HV))
     if fw.dtype_name(q) == "float32":
         t |= FP32
-        t.pop("maxnreg", None)
     for name, size in (("BK", K), ("KC", K), ("BV", V)):
         t[name] = min(t[name], max(16, triton.next_power_of_2(size)))
     return t

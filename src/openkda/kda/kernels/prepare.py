@@ -444,7 +444,7 @@ def prepare_fwd(
     if tile is None and act.l2norm and (module := hopper_module("prepare_hopper", a, q, k, v, g)) is not None:
         module.prepare_fwd(
             q=q, k=k, v=v, g=g, beta=beta, w=w, u=u, kg=kg, qg=qg, aqk=aqk, a=a, decay=decay, norms=norms, act=act,
-            layout=layout, options=tuning.lookup("prepare_fwd_hopper", 90, work=layout.num_chunks * HV),
+            layout=layout,
         )  # fmt: skip
         return
     blocks = fw.empty((layout.num_chunks, HV, 3, 4, K), like=decay)

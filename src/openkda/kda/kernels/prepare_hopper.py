@@ -492,7 +492,7 @@ def _prepare_fwd_hopper_kernel(
 # ---------------------------------------------------------------- launcher
 def prepare_fwd(
     *, q: Any, k: Any, v: Any, g: Any, beta: Any, w: Any, u: Any, kg: Any, qg: Any, aqk: Any, a: Any, decay: Any,
-    norms: Any, act: Any, layout: Layout, options: dict[str, int],
+    norms: Any, act: Any, layout: Layout,
 ) -> None:  # fmt: skip
     """As `prepare.prepare_fwd`, for what `takes` accepts, with l2norm."""
     fw = frameworks.of(a)
@@ -504,5 +504,5 @@ def prepare_fwd(
             workspace(aqk, CHUNK), workspace(a, CHUNK), beta, act.A_log, act.dt_bias, decay, norms, layout.chunks,
             layout.T, HV, HV // int(q.shape[2]), float(act.scale), float(act.lower_bound or 0.0), float(act.beta_scale),
             *(int(s) for s in fw.strides(beta)[:3]), GATE=act.gate, BETA_SIGMOID=act.beta_sigmoid,
-            PACKED=layout.packed, num_warps=4, **options,
+            PACKED=layout.packed, num_warps=4,
         )  # fmt: skip

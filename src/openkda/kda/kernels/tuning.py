@@ -43,12 +43,12 @@ TABLES: dict[str, dict[int, list[Row]]] = {
         90: [(ANY, _row(64, 4, 2, TMA=True))],
         100: [(ANY, _row(64, 4, 2))],
     },
-    # The same stages in Gluon (scan_hopper.py); two programs a head run beside each other up to 66 heads.
+    # The serial scans in Gluon (scan_hopper.py): two programs a head run beside each other up to 66 heads.
     "scan_fwd_hopper": {90: [(ANY, {"BV": 64, "RING": 3})]},
-    "values_bwd_hopper": {90: [(ANY, {"PROGRAMS": 132})]},  # one a multiprocessor
-    "prepare_fwd_hopper": {90: [(ANY, {})]},
-    "recompute_fwd_hopper": {90: [(ANY, {"PROGRAMS": 132})]},
     "reverse_scan_bwd_hopper": {90: [(40, {"BV": 64, "RING": 3}), (ANY, {"BV": 64, "RING": 2})]},
+    # Persistent kernels in Gluon: one program a multiprocessor.
+    "recompute_fwd_hopper": {90: [(ANY, {"PROGRAMS": 132})]},
+    "values_bwd_hopper": {90: [(ANY, {"PROGRAMS": 132})]},
     # One chunk a program, four warps, one a 16-row block; BK channels at a time: more would spill.
     "prepare_fwd": {
         family: [(ANY, {"BK": 16 if family == 89 else 32, "BV": 128, "num_warps": 4, "num_stages": 1})]
@@ -58,9 +58,7 @@ TABLES: dict[str, dict[int, list[Row]]] = {
     "recompute_fwd": {
         80: [(ANY, {"BK": 32, "BV": 128, "num_warps": 4, "num_stages": 1})],
         89: [(ANY, {"BK": 32, "BV": 128, "num_warps": 4, "num_stages": 1})],
-        90: [
-            (ANY, {"BK": 32, "BV": 128, "num_warps": 4, "num_stages": 1, "maxnreg": 128})
-        ],  # 4 programs a multiprocessor
+        90: [(ANY, {"BK": 32, "BV": 128, "num_warps": 4, "num_stages": 1, "maxnreg": 128})],
         100: [(ANY, {"BK": 32, "BV": 128, "num_warps": 4, "num_stages": 1})],
     },
     # BK, BV: of the values kernel. KC: channels that a program of the keys kernel takes at a time, 16 a warp.
