@@ -64,7 +64,7 @@ def device_index(x: Tensor) -> int:
 
 
 def call_key(values: Sequence[Any]) -> tuple | None:
-    """All that checks of these arguments may look at: shapes, dtypes and devices; of no tensors, types and values."""
+    """All that checks may look at: of a tensor its shape, dtype and device, of anything else its type and value."""
     return tuple(
         (tuple(v.shape), dtype_name(v), device_name(v)) if isinstance(v, Tensor) else (type(v), v) for v in values
     )

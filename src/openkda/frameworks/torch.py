@@ -51,7 +51,7 @@ def device_index(x: Tensor) -> int:
 
 
 def call_key(values: Sequence[Any]) -> tuple | None:
-    """All that checks of these arguments may look at: shapes, dtypes, devices; values of what is no tensor, with types.
+    """All that checks may look at: of a tensor its shape, dtype and device, of anything else its type and value.
 
     None while a compiler traces, which checks once anyway.
     """
