@@ -89,7 +89,7 @@ def test_layout_trains_like_one_process(results: Results, name: str) -> None:
 # ---------------------------------------------------------------- what is refused
 def reject(config: Any, *, world_size: int = 2, cp: int = 1) -> None:
     dims = SimpleNamespace(world_size=world_size, cp_enabled=cp > 1)
-    _reject_unsupported(dims, config.parallelism, config.compile)  # type: ignore[arg-type]
+    _reject_unsupported(dims, config.parallelism)  # type: ignore[arg-type]
 
 
 def test_spmd_types_is_refused_on_several_processes() -> None:

@@ -144,10 +144,53 @@ def test_activation_checkpointing_gives_the_same_gradients(make_model: MakeModel
         assert torch.equal(parameter.grad, gradient), name
 
 
-def test_compiling_the_model_is_refused_with_a_way_out(make_trainer: MakeTrainer) -> None:
-    config = config_registry.kimi_linear_tiny()
+def with_bf16_experts(config: Trainer.Config) -> Trainer.Config:
+    """torch cannot trace a grouped product in fp32."""
+    for layer in config.model_spec.model.layers:
+        if layer.moe is not None:
+            layer.moe.routed_experts.inner_experts.expert_dtype = "bfloat16"
+    return config
+
+
+# What torch 2.13 says of itself while it traces, and of its own backend "aot_eager".
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd is returning a function:UserWarning")
+@pytest.mark.parametrize(
+    "checkpointing", [None, SelectiveAC.Config(), FullAC.Config()], ids=["none", "selective", "full"]
+)
+def test_compiled_blocks_train_the_same(make_trainer: MakeTrainer, checkpointing: object) -> None:
+    config = with_bf16_experts(config_registry.kimi_linear_tiny())
+    config.activation_checkpoint = checkpointing
+    config.parallelism.spmd_backend = "partial_dtensor"
+    # Without a compiler for C++: what torch traces, without the code that it would generate from it.
+    config.compile = CompileConfig(enable=True, components=["model"], backend="aot_eager")
+    trainer = make_trainer(config)
+    model = trainer.model_parts[0]
+    tokens, positions = torch.randint(0, 256, (2, 64)), torch.arange(64).expand(2, 64)
+    torch._dynamo.utils.counters.clear()
+    results = []
+    for compiled in (True, False):
+        with torch.compiler.set_stance("default" if compiled else "force_eager"):
+            model.zero_grad()
+            model(tokens, positions).square().mean().backward()
+        results.append(
+            {name: p.grad.full_tensor().clone() for name, p in model.named_parameters() if p.grad is not None}
+        )
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2  # with and without experts
+    for name, gradient in results[0].items():
+        torch.testing.assert_close(
+            gradient, results[1][name], rtol=1e-5, atol=1e-7 * gradient.abs().max().item(), msg=name
+        )
+
+
+def test_what_cannot_be_compiled_is_refused_with_a_way_out(make_trainer: MakeTrainer) -> None:
+    config = config_registry.kimi_linear_tiny()  # computes its experts in fp32
     config.compile = CompileConfig(enable=True)
-    with pytest.raises(NotImplementedError, match=r"compile the loss only with --compile\.components loss"):
+    with pytest.raises(
+        NotImplementedError, match=r"expert_dtype .*compile the loss only, with --compile\.components loss"
+    ):
         make_trainer(config)
 
 

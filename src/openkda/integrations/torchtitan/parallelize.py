@@ -1,5 +1,6 @@
 """Apply parallelism to a Kimi Linear model, in torchtitan's order: context, tensor and expert parallelism, activation
-checkpointing, FSDP. Pipelines are cut before by torchtitan, and every stage passes through here.
+checkpointing, compilation of every block, FSDP. Pipelines are cut before by torchtitan, and every stage passes through
+here.
 
 FSDP is applied on one process as well: it is what gives torchtitan mixed precision.
 """
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
+from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.context_parallel import apply_cp_to_forward
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh
@@ -22,7 +24,7 @@ from openkda.integrations.torchtitan import cpu
 from openkda.integrations.torchtitan.context_parallel import ORDERS, ContextParallel
 from openkda.integrations.torchtitan.kda import DecayParameters
 from openkda.integrations.torchtitan.mla import MLA
-from openkda.integrations.torchtitan.model import KimiLinearModel
+from openkda.integrations.torchtitan.model import Experts, KimiLinearModel
 
 
 def parallelize_kimi_linear(
@@ -39,20 +41,23 @@ def parallelize_kimi_linear(
 
     Raises: NotImplementedError for a combination that has not been shown to train correctly.
     """
-    _reject_unsupported(parallel_dims, parallelism, compile_config)
+    _reject_unsupported(parallel_dims, parallelism)
+    compiles = compile_config.enable and "model" in compile_config.components
+    if compiles:
+        _reject_what_cannot_compile(model, parallel_dims)
     if parallel_dims.cp_enabled:
         _apply_context_parallel(model, parallel_dims, parallelism)
     if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
         model.parallelize(parallel_dims)
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
+    if compiles:
+        apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
     _apply_fsdp(model, parallel_dims, training, parallelism)
     return model
 
 
-def _reject_unsupported(
-    parallel_dims: ParallelDims, parallelism: ParallelismConfig, compile_config: CompileConfig
-) -> None:
+def _reject_unsupported(parallel_dims: ParallelDims, parallelism: ParallelismConfig) -> None:
     backend = parallelism.spmd_backend
     if backend == "full_dtensor" or (backend != "partial_dtensor" and parallel_dims.world_size > 1):
         raise NotImplementedError(
@@ -64,11 +69,21 @@ def _reject_unsupported(
             "kimi_linear: parallelism.context_parallel_load_balancer must be 'headtail' or None, got "
             f"{parallelism.context_parallel_load_balancer!r}; KDA needs to know which rank holds which tokens"
         )
-    if compile_config.enable and "model" in compile_config.components:
+
+
+def _reject_what_cannot_compile(model: KimiLinearModel, parallel_dims: ParallelDims) -> None:
+    way_out = "or compile the loss only, with --compile.components loss"
+    if parallel_dims.cp_enabled:
         raise NotImplementedError(
-            "kimi_linear: compile.components must not contain 'model' yet, got "
-            f"{compile_config.components}; compile the loss only with --compile.components loss"
+            "kimi_linear: compile.components must not contain 'model' with context parallelism, whose cuts are read on "
+            f"the host, got context_parallel_degree {parallel_dims.cp}; turn one of them off, {way_out}"
         )
+    for module in model.modules():
+        if isinstance(module, Experts) and module.expert_dtype != "bfloat16":
+            raise NotImplementedError(
+                "kimi_linear: expert_dtype must be 'bfloat16' for compile.components with 'model', got "
+                f"{module.expert_dtype!r}, whose grouped product torch cannot trace; {way_out.removeprefix('or ')}"
+            )
 
 
 def _apply_context_parallel(
