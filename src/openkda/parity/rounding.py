@@ -41,8 +41,9 @@ def follow_reference(model: KimiLinearModel) -> None:
 
 
 def _convolution(
-    x: Tensor, weight_P1W: Tensor, tail: Tensor | None, cu_seqlens: Tensor | None, cache: KDACache | None
+    x: Tensor, weight_P1W: Tensor, tail: Tensor | None, cu_seqlens: Tensor | None, cache: KDACache | None, _: None
 ) -> tuple[Tensor, Tensor | None]:
+    """`InnerKDA._conv` on one process (its last argument is the context of several)."""
     y, tail = openkda.causal_conv1d(
         x,
         weight_P1W.squeeze(1),
