@@ -274,4 +274,4 @@ def test_an_old_paddle_is_refused():
 def test_explain_names_the_library():
     lines = openkda.explain(paddle.zeros([1]))
     assert lines.startswith("paddle tensor, float32, on cpu")
-    assert "chunk_kda       auto -> eager" in lines
+    assert "chunk_kda            auto -> eager" in lines
