@@ -201,3 +201,17 @@ def prepare_chunk_indices(cu_seqlens: Any, chunk_size: int) -> Any:
     chunk = fw.arange(sum(fw.to_list(counts)), like=cu)
     sequence = fw.searchsorted(ends, chunk)
     return fw.cast(fw.stack([sequence, chunk - fw.take(ends - counts, sequence, 0)], 1), fw.dtype_name(cu_seqlens))
+
+
+def write_slots_(pool: Any, slots: Any, states: Any, live: Any) -> None:
+    """pool[slots[n]] = states[n] where live, in place.
+
+    Nobody asks which are live: a padding row repeats the write of a live one, or writes what is there.
+
+    Args:
+        pool: `[slots, ..]`; states: `[N, ..]`, in the pool's dtype; slots: int64 `[N]`, >= 0; live: bool `[N]`, N >= 1.
+    """
+    fw = frameworks.of(pool)
+    source = fw.where(live, fw.arange(fw.shape(slots)[0], like=slots), fw.argmax(live))
+    slots, states = fw.take(slots, source, 0), fw.take(states, source, 0)
+    fw.put_rows_(pool, slots, fw.where(fw.any(live), states, fw.take(pool, slots, 0)))

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from openkda import backends, checks, frameworks
+from openkda import backends, checks, frameworks, packing
 from openkda.conv import eager, reference
 from openkda.conv.api import check_filter, why_not_width
 
@@ -80,10 +80,7 @@ def _step(
     token = fw.where(live[:, None], x, 0.0)[:, None]  # [N, 1, C]
     y, states = convolve(token, weight, bias, activation=activation, initial_state=states, output_final_state=True)
     if N > 0 and fw.shape(pool)[2] > 0:
-        # Without asking which are live: a padding row repeats the write of a live one, or writes what is there.
-        source = fw.where(live, fw.arange(N, like=slots), fw.argmax(live))
-        slots, states = fw.take(slots, source, 0), fw.take(states, source, 0)
-        fw.put_rows_(pool, slots, fw.where(fw.any(live), states, fw.take(pool, slots, 0)))
+        packing.write_slots_(pool, slots, states, live)
     return fw.where(live[:, None], y[:, 0], 0.0)
 
 

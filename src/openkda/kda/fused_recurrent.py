@@ -115,11 +115,9 @@ def _plan(place: tuple[int, int | None], signatures: tuple, x: Options, final: b
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     o = p.result((B, T, HV, V), v.dtype)
     after = p.result((N, HV, *((V, K) if x.v_first else (K, V))) if final else (0,), "float32")
-    kind = "none" if not x.gate else "softplus" if x.lower_bound is None else "bounded"
-    beta_scale = 2.0 if x.neg_eigval else 1.0
     recurrent.recurrent_fwd(
         q=q, k=k, v=v, g=g, beta=beta, o=o, initial_state=states, slots=slots, cu_seqlens=cu_seqlens,
         final_state=states if slots is not None else after if final else None, state_v_first=x.v_first,
-        act=Activations(x.scale, x.l2norm, kind, A_log, dt_bias, x.lower_bound, x.beta_sigmoid, beta_scale),
+        act=Activations.of(x, A_log, dt_bias),
     )  # fmt: skip
     return p.finish()

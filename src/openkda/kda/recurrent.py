@@ -161,22 +161,13 @@ def _with_pool(
     dtype = "float64" if fw.dtype_name(q) == "float64" else "float32"
     states = fw.where(live_state, fw.cast(fw.take(pool, slots, 0), dtype), 0.0)
     o, final = token_by_token(*tokens, initial_state=states, **call)
-    _write_slots(fw, pool, slots, fw.cast(final, fw.dtype_name(pool)), live)
+    packing.write_slots_(pool, slots, fw.cast(final, fw.dtype_name(pool)), live)
     if call["cu_seqlens"] is None:
         return fw.where(live_state, o, fw.zeros((), like=o))
     return fw.where(_live_tokens(fw, call["cu_seqlens"], live, fw.shape(v)[1]), o, fw.zeros((), like=o))
 
 
-def _write_slots(fw: Any, pool: Any, slots: Any, states: Any, live: Any) -> None:
-    """pool[slots[n]] = states[n] where live, in place, without asking which: a padding row repeats the write of a live
-    one.
-    """
-    source = fw.where(live, fw.arange(fw.shape(slots)[0], like=slots), fw.argmax(live))
-    slots, states = fw.take(slots, source, 0), fw.take(states, source, 0)
-    fw.put_rows_(pool, slots, fw.where(fw.any(live), states, fw.take(pool, slots, 0)))
-
-
 def _live_tokens(fw: Any, cu_seqlens: Any, live: Any, tokens: int) -> Any:
-    never = live[:1] != live[:1]  # False, as a tensor: the tail belongs to no sequence
-    padded = fw.concat([live, never], 0)
-    return fw.take(padded, packing.sequence_ids(cu_seqlens, tokens), 0)[None, :, None, None]
+    """[1, T, 1, 1]: whether a token's sequence is live; those of the tail have none."""
+    sequence, N = packing.sequence_ids(cu_seqlens, tokens), fw.shape(live)[0]
+    return ((sequence < N) & fw.take(live, fw.minimum(sequence, N - 1), 0))[None, :, None, None]

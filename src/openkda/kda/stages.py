@@ -100,9 +100,7 @@ class _Half:
         self.p, self.x, self.tensors = p, x, tuple(tensors)
         *tokens, self.initial_state, A_log, dt_bias, self.cu_seqlens = self.tensors
         self.inputs: dict[str, Any] = dict(zip(INPUTS, tokens, strict=True))
-        gate = "none" if not x.gate else "softplus" if x.lower_bound is None else "bounded"
-        beta_scale = 2.0 if x.neg_eigval else 1.0
-        self.act = Activations(x.scale, x.l2norm, gate, A_log, dt_bias, x.lower_bound, x.beta_sigmoid, beta_scale)
+        self.act = Activations.of(x, A_log, dt_bias)
         self.flags: dict[str, Any] = {"state_v_first": x.v_first, "batch_invariant": x.batch_invariant}
         (B, T, self.H, self.K), (self.HV, self.V) = self.inputs["q"].shape, self.inputs["v"].shape[2:]
         self.segments = split(B, T, self.HV, packed=self.cu_seqlens is not None, batch_invariant=x.batch_invariant)

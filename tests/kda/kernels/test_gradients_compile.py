@@ -40,10 +40,10 @@ def test_values_kernel_does_not_spill_on_sm_90():
     assert used.shared <= SHARED_LIMIT[90], used
 
 
-@pytest.mark.parametrize("gate", ["softplus", "bounded"])
-def test_keys_kernel_spills_little_on_sm_90(gate):
+@pytest.mark.parametrize("gate, spills", [("softplus", 324), ("bounded", 396)])
+def test_keys_kernel_spills_no_more_than_measured_on_sm_90(gate, spills):
     used = compiled(KEYS, 90, gate)
-    assert used.spill_stores <= 512, used  # of some 5000 instructions
+    assert used.spill_stores <= spills, used  # bytes, the worse of Triton 3.6 (324, 352) and 3.8 (244, 396)
     assert 3 * (used.shared + 1024) <= 228 * 1024, used  # three programs a multiprocessor
 
 

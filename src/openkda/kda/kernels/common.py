@@ -38,6 +38,13 @@ class Activations:
     beta_sigmoid: bool
     beta_scale: float  # of the sigmoid: 1, or 2 for negative eigenvalues
 
+    @classmethod
+    def of(cls, x: Any, A_log: Any | None, dt_bias: Any | None) -> Activations:
+        """From an operator's options: scale, lower_bound, l2norm, gate, beta_sigmoid, neg_eigval."""
+        gate = "none" if not x.gate else "softplus" if x.lower_bound is None else "bounded"
+        beta_scale = 2.0 if x.neg_eigval else 1.0
+        return cls(x.scale, x.l2norm, gate, A_log, dt_bias, x.lower_bound, x.beta_sigmoid, beta_scale)
+
 
 def hopper_module(name: str, x: Any, *token_tensors: Any) -> Any | None:
     """The Gluon module of a stage where it takes the call, else None."""
